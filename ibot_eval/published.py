@@ -1,0 +1,47 @@
+"""Published numbers beside one's own: a lookup in published.json, which quotes only what was published."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FAMILY_METHODS = {"ibot": "iBOT", "dino": "DINO", "beit": "BEiT", "mocov3": "MoCo v3"}
+"""Checkpoint family -> the method's name in published.json; other families have no entry there."""
+
+_IDENTITY = frozenset({"protocol", "metric", "data", "method", "arch", "value", "unit", "source", "params"})
+
+
+@functools.cache
+def entries() -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8")))
+
+
+def lookup(
+    protocol: str,
+    metric: str,
+    *,
+    data: str | None,
+    method: str | None,
+    arch: str | None,
+    params: Mapping[str, Any] | None = None,
+    headline: bool = False,
+) -> dict[str, Any] | None:
+    """``{"value", "source"}`` of the published number for this metric, or None when none is known.
+
+    An entry that names parameters (k, head, image size) matches only a metric with those parameters; one that names
+    none belongs to the experiment's headline number and is shown there only.
+    """
+    if not (data and method and arch):
+        return None
+    params = params or {}
+    for entry in entries():
+        same = (entry["protocol"], entry["metric"], entry["data"], entry["method"], entry["arch"])
+        if same != (protocol, metric, data, method, arch):
+            continue
+        wanted = {**entry.get("params", {}), **{k: v for k, v in entry.items() if k not in _IDENTITY}}
+        if all(params.get(name) == value for name, value in wanted.items()) if wanted else headline:
+            return {"value": entry["value"], "source": entry["source"]}
+    return None

@@ -1,0 +1,1 @@
+"""The compact iBOT pre-trainer."""
