@@ -1,0 +1,142 @@
+"""What a protocol is: settings in, events out.
+
+A protocol is one module with one class, registered by one line of pyproject (group ``ibot_eval.protocols``).
+Protocols for which banks of frozen features suffice derive from :class:`FrozenProtocol` and never see a backbone, so
+synthetic tensors test them in milliseconds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from ibot_eval.features import FeatureBank, FeatureRequest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ibot_eval.backbone import Backbone
+    from ibot_eval.data.splits import Data
+    from ibot_eval.record import EvalRecord
+
+Unit = Literal["%", "s", "images/s", "GB", "1", "h"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number. Accuracies, AP, mIoU, NMI … are in percent, 0 to 100, never fractions."""
+
+    name: str
+    """From the list in record.schema.json, ``$defs.names``."""
+    value: float | None
+    unit: Unit = "%"
+    higher_is_better: bool = True
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """What distinguishes it from other metrics of the same name: k, block, method, grid, level …"""
+    n: int | None = None
+    """Number of samples it was measured on."""
+    interval: tuple[float, float] | None = None
+    """95 %, in the metric's unit."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Per-sample results, saved beside the record for intervals and paired comparisons."""
+
+    image_ids: Sequence[str]
+    values: Mapping[str, np.ndarray]
+    """Name -> array whose first axis has length ``len(image_ids)``, e.g. ``label``, ``top1@k=20``."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that the protocol wrote into the run's folder."""
+
+    path: Path
+    kind: Literal["predictions", "figure", "head", "checkpoint", "log"]
+
+
+@dataclass(frozen=True)
+class Warning:
+    """Something the reader of the numbers should know."""
+
+    message: str
+
+
+Event = Metric | Predictions | Artifact | Warning
+
+
+@dataclass
+class Session:
+    """What a protocol may use while it runs."""
+
+    device: torch.device
+    output: Path
+    """The run's own folder."""
+    class_names: tuple[str, ...]
+    seed: int = 0
+    data: Data | None = None
+    """Images, for protocols that need more than banks."""
+    progress: bool = True
+    """Whether to show progress bars (on stderr)."""
+    asked: frozenset[str] = frozenset()
+    """Names of the protocol's settings that the user gave by hand (defaults may be relaxed, these may not)."""
+
+
+Config = TypeVar("Config")
+
+
+class EvalProtocol(ABC, Generic[Config]):
+    """One way of evaluating a backbone."""
+
+    config_type: ClassVar[type]
+    """Frozen dataclass of settings; every field has a default and a docstring (they become flags and their help)."""
+    version: ClassVar[int]
+    """Raised whenever a number may move."""
+    primary: ClassVar[str]
+    """Name of the headline metric."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def run(self, backbone: Backbone, session: Session) -> Iterator[Event]:
+        """Evaluate ``backbone`` and yield results as they come."""
+
+    @classmethod
+    def figures(cls, *records: EvalRecord) -> Mapping[str, Figure]:
+        """Figures drawn from one saved record, or from several on the same axes, by name; none by default."""
+        return {}
+
+    @classmethod
+    def headline(cls, metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The metric to show when only one fits: the best of those called ``primary``.
+
+        A protocol whose published number belongs to one setting may choose that one instead.
+        """
+        named = [m for m in metrics if m["name"] == cls.primary and m["value"] is not None]
+        return max(named, key=lambda m: m["value"] * (1 if m.get("higher_is_better", True) else -1), default=None)
+
+
+class FrozenProtocol(EvalProtocol[Config]):
+    """A protocol that banks of frozen features suffice for."""
+
+    splits: ClassVar[tuple[Literal["train", "test"], ...]] = ("train", "test")
+    """The labelled splits it needs."""
+
+    @abstractmethod
+    def features(self) -> Sequence[FeatureRequest]:
+        """The atomic outputs it needs, of which splits."""
+
+    @abstractmethod
+    def score(self, banks: Mapping[FeatureRequest, FeatureBank], session: Session) -> Iterator[Event]:
+        """Results from banks alone; called with exactly the requests of :meth:`features`."""
+
+    def run(self, backbone: Backbone, session: Session) -> Iterator[Event]:
+        raise TypeError(f"{type(self).__name__} scores banks; the runner extracts them and calls score()")
