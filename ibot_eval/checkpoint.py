@@ -1,0 +1,270 @@
+"""From a checkpoint in any published layout to (backbone, projection head or None, classifier or None) and a report."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ibot_eval.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
+from ibot_eval.errors import CheckpointError
+from ibot_eval.heads import ProjectionHead
+from ibot_eval.layouts import named
+from ibot_eval.layouts.beit import has_relative_bias, read_beit
+from ibot_eval.layouts.blueprint import Blueprint, Hints
+from ibot_eval.layouts.cnn import is_resnet, read_resnet
+from ibot_eval.layouts.dinov3 import is_dinov3, read_dinov3
+from ibot_eval.layouts.huggingface import is_hugging_face, republish
+from ibot_eval.layouts.matching import Match, fill, may_be_left_over
+from ibot_eval.layouts.reading import hints_beside, locate, read_file
+from ibot_eval.layouts.swin import is_swin, read_swin
+from ibot_eval.layouts.tops import find_classifier, find_projection_head
+from ibot_eval.layouts.unwrapping import Network, choose, find_networks
+from ibot_eval.layouts.vit import read_vit
+from ibot_eval.models import wrap
+from ibot_eval.settings import CheckpointSettings
+
+NAMED = ("timm:", "hf-hub:", "random:")
+
+
+@dataclass
+class LoadReport:
+    """What was found in a checkpoint and what became of it."""
+
+    reference: str
+    """As given by the user."""
+    path: str | None
+    sha256: str
+    """Of the file; of the tensors where there is none."""
+    key: str | None
+    """The network taken, where the file names several or one by a key."""
+    available_keys: list[str]
+    family: str
+    architecture: str
+    image_size: tuple[int, int] | None
+    """Height and width in pixels it was trained at, where known."""
+    patch_size: int
+    width: int
+    depth: int
+    num_heads: int
+    num_registers: int
+    matched: int
+    """Tensors of the backbone that the file filled: all of them, or loading fails."""
+    parameters: int
+    """Numbers in them."""
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    """Left over, and on the allow-list of what may be (layouts.matching)."""
+    projection_head: dict[str, Any] | None = None
+    classifier: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+    """Remarks in plain words."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """What the user set by hand that changes the network or its outputs."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        values = asdict(self)
+        values["image_size"] = list(self.image_size) if self.image_size else None
+        return values
+
+
+@dataclass
+class LoadedCheckpoint:
+    """A network ready for evaluation: eval mode, float32 on the CPU, nothing to be trained."""
+
+    backbone: Backbone
+    projection_head: ProjectionHead | None
+    classifier: nn.Module | None
+    """Maps what ``report.classifier["input"]`` says (cls, norm_patch_mean, cls+patch_mean) to logits."""
+    report: LoadReport
+
+
+def load_checkpoint(
+    settings: CheckpointSettings, *, sha256: Callable[[Path], str] | None = None, seed: int = 0
+) -> LoadedCheckpoint:
+    """Reads the checkpoint that ``settings`` name.
+
+    Args:
+        settings: file, run folder, Hugging Face folder, ``timm:NAME``, ``hf-hub:ID``, ``random:NAME`` or ``demo``.
+        sha256: gives the hash of a file, e.g. a remembered one; by default the file is hashed.
+        seed: of random weights.
+
+    Raises:
+        CheckpointError: it cannot be found, opened, understood, or does not fill the whole backbone.
+    """
+    if not settings.ckpt:
+        raise CheckpointError("no checkpoint was given", todo="--ckpt FILE, or --ckpt demo to try the program out")
+    if settings.ckpt == "demo" or settings.ckpt.startswith(NAMED):
+        loaded = _load_named(settings, seed)
+    else:
+        loaded = _load_file(settings, sha256 or file_sha256)
+    for module in (loaded.backbone, loaded.projection_head, loaded.classifier):
+        if module is not None:
+            module.float().eval().requires_grad_(False)
+    return loaded
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _load_named(settings: CheckpointSettings, seed: int) -> LoadedCheckpoint:
+    reference = settings.ckpt or ""
+    kind, _, name = reference.partition(":")
+    ignored = [flag for flag in ("key", "arch", "patch_size", "heads", "grid") if getattr(settings, flag) is not None]
+    if ignored:
+        raise CheckpointError(
+            f"--{ignored[0].replace('_', '-')} is for files; {reference!r} names its network in full",
+            todo="leave it out",
+        )
+    notes = []
+    if kind in ("random", "demo"):
+        net = named.random_network(name or "demo", seed)
+        family, notes = named.family_of_name(name), [named.RANDOM_NOTE]
+    else:
+        full = name if kind == "timm" else reference
+        net, family = named.pretrained_network(full), named.family_of_name(full)
+    sha256 = named.tensors_sha256(net.state_dict())
+    classifier = _detach_classifier(net)
+    backbone = wrap(net, family=family, resize=_resize(settings))
+    tensors = net.state_dict()
+    match = Match(len(tensors), sum(tensor.numel() for tensor in tensors.values()))
+    grid = getattr(backbone, "trained_grid", None)
+    report = _report(settings, backbone, match, grid, sha256=sha256, notes=notes)
+    if classifier is not None:
+        report.classifier = _described(classifier, backbone)
+        report.notes.append(_classifier_note(report.classifier))
+    return LoadedCheckpoint(backbone, None, classifier, report)
+
+
+def _detach_classifier(net: nn.Module) -> nn.Module | None:
+    get, reset = getattr(net, "get_classifier", None), getattr(net, "reset_classifier", None)
+    if get is None or reset is None:
+        return None
+    classifier = get()
+    reset(0)
+    return classifier if isinstance(classifier, nn.Linear) else None
+
+
+def _load_file(settings: CheckpointSettings, sha256: Callable[[Path], str]) -> LoadedCheckpoint:
+    location = locate(settings.ckpt or "", settings.key)
+    contents, metadata = read_file(location.path, trust_pickle=settings.trust_pickle)
+    networks = find_networks(contents)
+    network = choose(networks, None if location.key else settings.key)
+    roles = list(location.keys) or sorted(other.role for other in networks if other.role)
+    key = location.key or network.role or None
+    notes = []
+    if len(roles) > 1:
+        others = ", ".join(role for role in roles if role != key)
+        notes.append(f"the {key} was taken; the checkpoint also holds {others} (choose with --key)")
+
+    asked = Hints(heads=settings.heads, patch_size=settings.patch_size, grid=settings.grid)
+    blueprint = _blueprint(network, asked.over(hints_beside(location.path, metadata)), settings.arch)
+    match = fill(blueprint.net, blueprint.tensors)
+    beside = [name for name in network.siblings if name not in blueprint.tensors]
+    match.unexpected += [name for name in beside if not may_be_left_over(name)]
+    match.ignored += [name for name in beside if may_be_left_over(name)]
+    if match.unexpected:
+        notes.append(f"{len(match.unexpected)} tensors are unknown and were left out, e.g. {match.unexpected[0]}")
+
+    backbone = wrap(blueprint.net, family=blueprint.family, resize=_resize(settings))
+    backbone.mean, backbone.std = blueprint.mean or IMAGENET_MEAN, blueprint.std or IMAGENET_STD
+    report = _report(settings, backbone, match, blueprint.grid, sha256=sha256(location.path), notes=notes)
+    report.path, report.key, report.available_keys = str(location.path), key, roles
+    report.notes += blueprint.notes
+    head, head_names = find_projection_head(network)
+    if head is not None:
+        report.projection_head = {
+            "K": head.num_prototypes,
+            "hidden": head.hidden,
+            "bottleneck": head.bottleneck,
+            "shared": head.sharing == "shared",
+        }
+        report.notes.append(f"a projection head with {head.num_prototypes} prototypes was found")
+    classifier, classifier_names = find_classifier(network)
+    if classifier is not None:
+        report.classifier = _described(classifier, backbone)
+        report.notes.append(_classifier_note(report.classifier))
+    report.ignored = [name for name in report.ignored if name not in head_names | classifier_names]
+    return LoadedCheckpoint(backbone, head, classifier, report)
+
+
+def _blueprint(network: Network, hints: Hints, arch: str | None) -> Blueprint:
+    if is_hugging_face(network):
+        network, hints = republish(network, hints)
+    if arch is not None:
+        return named.read_as(arch, network, hints)
+    if is_resnet(network):
+        return read_resnet(network, hints)
+    if is_swin(network):
+        return read_swin(network, hints)
+    if has_relative_bias(network):
+        return read_beit(network, hints)
+    if is_dinov3(network):
+        return read_dinov3(network, hints)
+    return read_vit(network, hints)
+
+
+def _resize(settings: CheckpointSettings) -> Any:
+    return None if settings.pos_embed_resize == "published" else settings.pos_embed_resize
+
+
+def _report(
+    settings: CheckpointSettings,
+    backbone: Backbone,
+    match: Match,
+    grid: tuple[int, int] | None,
+    *,
+    sha256: str,
+    notes: list[str],
+) -> LoadReport:
+    overrides = {name: getattr(settings, name) for name in ("arch", "patch_size", "heads", "grid")}
+    if settings.pos_embed_resize != "published":
+        overrides["pos_embed_resize"] = settings.pos_embed_resize
+    patch = getattr(backbone, "embed_patch_size", backbone.patch_size)
+    return LoadReport(
+        reference=settings.ckpt or "",
+        path=None,
+        sha256=sha256,
+        key=None,
+        available_keys=[],
+        family=backbone.family,
+        architecture=backbone.architecture,
+        image_size=(grid[0] * patch, grid[1] * patch) if grid else None,
+        patch_size=backbone.patch_size,
+        width=backbone.dims[-1],
+        depth=backbone.depth,
+        num_heads=backbone.num_heads,
+        num_registers=backbone.num_registers,
+        matched=match.matched,
+        parameters=match.parameters,
+        missing=match.missing,
+        unexpected=match.unexpected,
+        ignored=match.ignored,
+        notes=notes,
+        overrides={name: value for name, value in overrides.items() if value is not None},
+    )
+
+
+def _described(classifier: nn.Module, backbone: Backbone) -> dict[str, Any]:
+    if not isinstance(classifier, nn.Linear):
+        return {"classes": None, "input": "unknown"}
+    inputs = {backbone.dims[-1]: "cls", 2 * backbone.dims[-1]: "cls+patch_mean"}
+    if getattr(backbone, "mean_pooled", False):
+        inputs[backbone.dims[-1]] = "norm_patch_mean"
+    return {"classes": classifier.out_features, "input": inputs.get(classifier.in_features, "unknown")}
+
+
+def _classifier_note(classifier: dict[str, Any]) -> str:
+    return (
+        f"the checkpoint has a classifier of {classifier['classes']} classes: its backbone may have been fine-tuned "
+        "with labels"
+    )

@@ -1,0 +1,1 @@
+"""Published checkpoint layouts: opening files, finding the network in them, and building it with timm."""
