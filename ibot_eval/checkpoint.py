@@ -175,7 +175,7 @@ def _load_file(settings: CheckpointSettings, sha256: Callable[[Path], str]) -> L
     if match.unexpected:
         notes.append(f"{len(match.unexpected)} tensors are unknown and were left out, e.g. {match.unexpected[0]}")
 
-    backbone = wrap(blueprint.net, family=blueprint.family, resize=_resize(settings))
+    backbone = wrap(blueprint.net, family=blueprint.family, resize=_resize(settings) or blueprint.resize)
     backbone.mean, backbone.std = blueprint.mean or IMAGENET_MEAN, blueprint.std or IMAGENET_STD
     report = _report(settings, backbone, match, blueprint.grid, sha256=sha256(location.path), notes=notes)
     report.path, report.key, report.available_keys = str(location.path), key, roles

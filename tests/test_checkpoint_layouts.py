@@ -122,6 +122,18 @@ def test_dinov2(tmp_path: Path, registers: int, gated: bool) -> None:
     assert loaded.report.ignored == ["mask_token"]
 
 
+def test_dinov2s_own_files_and_timms_resize_positions_differently(tmp_path: Path) -> None:
+    net = layouts.vit(patch_size=14, img_size=56, init_values=1e-5, dynamic_img_size=True)
+    state = layouts.dinov2(net)
+    assert read(tmp_path, state, heads=3).backbone.resize == "scale"  # pyright: ignore[reportAttributeAccessIssue]
+    del state["mask_token"]
+    loaded = read(tmp_path, state, heads=3)
+    assert any("--pos-embed-resize scale" in note for note in loaded.report.notes)
+    assert_same(loaded, net, images(28, 84))
+    asked = read(tmp_path, state, heads=3, pos_embed_resize="scale")
+    assert asked.backbone.resize == "scale"  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_dinov2_block_chunks(tmp_path: Path) -> None:
     net = layouts.vit(depth=4, init_values=1e-5)
     state = layouts.chunked(layouts.dinov2(net), per_chunk=2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from ibot_eval.errors import CheckpointError
-from ibot_eval.models.positions import Grid
+from ibot_eval.models.positions import Grid, ResizeRule
 
 Tensors = dict[str, Tensor]
 Triple = tuple[float, float, float]
@@ -47,6 +47,8 @@ class Blueprint:
     mean: Triple | None = None
     std: Triple | None = None
     notes: list[str] = field(default_factory=list)
+    resize: ResizeRule | None = None
+    """How position embeddings are resized, where the file tells more than its family."""
 
 
 def mlp_ratio(hidden: int, width: int) -> float:

@@ -15,7 +15,7 @@ from ibot_eval.errors import CheckpointError
 from ibot_eval.layouts.blueprint import Blueprint, Hints, Tensors, factor_pairs, mlp_ratio, number_of, square
 from ibot_eval.layouts.families import Order, number_of_heads, recognise_sincos, sincos_positions, vit_family
 from ibot_eval.layouts.unwrapping import Network
-from ibot_eval.models.positions import Grid
+from ibot_eval.models.positions import Grid, ResizeRule
 
 EPS = 1e-6
 """Of the LayerNorms of all these families."""
@@ -69,6 +69,14 @@ def read_vit(network: Network, hints: Hints) -> Blueprint:
     fc_norm = "fc_norm.weight" in tensors and "norm.weight" not in tensors
     if fc_norm:
         notes.append("the last norm comes after the mean of the patches (fc_norm): a network fine-tuned on that mean")
+    resize: ResizeRule | None = None
+    if family == "dinov2" and not (hints.family or found.registers or "mask_token" in network.trunk):
+        # DINOv2's own files have a mask token and timm's have none, and the two resize positions differently.
+        resize = "size-antialias"
+        notes.append(
+            "DINOv2's layout without its mask token, as timm writes it: position embeddings are resized as timm does "
+            "(DINOv2's own way: --pos-embed-resize scale)"
+        )
     net = build(
         tensors,
         patch=found.patch,
@@ -80,7 +88,7 @@ def read_vit(network: Network, hints: Hints) -> Blueprint:
         fc_norm=fc_norm,
         eps=hints.eps or EPS,
     )
-    return Blueprint(net, tensors, family, grid, hints.mean, hints.std, notes)
+    return Blueprint(net, tensors, family, grid, hints.mean, hints.std, notes, resize)
 
 
 def measure(network: Network, hints: Hints) -> Renamed:
