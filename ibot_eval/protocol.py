@@ -116,12 +116,12 @@ class EvalProtocol(ABC, Generic[Config]):
 
     @classmethod
     def headline(cls, metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The metric to show when only one fits: the best of those called ``primary``.
+        """The metric to show when only one fits: the first called ``primary``.
 
-        A protocol whose published number belongs to one setting may choose that one instead.
+        A protocol with several of them may choose by a rule that is fixed beforehand, never the best on the test
+        split.
         """
-        named = [m for m in metrics if m["name"] == cls.primary and m["value"] is not None]
-        return max(named, key=lambda m: m["value"] * (1 if m.get("higher_is_better", True) else -1), default=None)
+        return next((m for m in metrics if m["name"] == cls.primary), None)
 
 
 class FrozenProtocol(EvalProtocol[Config]):

@@ -1,0 +1,1 @@
+"""Commands that are not protocols: one module each, registered in pyproject."""

@@ -1,0 +1,50 @@
+"""Draw the figures of one or several runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ibot_eval.cli import Positional
+from ibot_eval.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Draw what the protocols of the given runs offer; runs of one protocol share their axes."""
+
+    runs: Positional[tuple[Path, ...]] = ()
+    """Run folders, or folders that hold runs."""
+    out: Path | None = None
+    """Folder for the figures. Default: figures/ in the run's folder, or ./figures for several runs."""
+    format: Literal["png", "pdf", "svg"] = "png"
+    """File format."""
+    debug: bool = False
+    """Show tracebacks."""
+
+    def run(self) -> int:
+        if not self.runs:
+            raise ConfigError("no run is named", todo="ibot-eval plot runs/NAME …")
+        from ibot_eval import registry
+        from ibot_eval.figures import save_figure
+        from ibot_eval.record import EvalRecord, find_records
+
+        paths = [path for folder in self.runs for path in find_records(folder)]
+        records = [EvalRecord.load(path) for path in paths]
+        usable = [record for record in records if record.status == "success"]
+        if not usable:
+            raise ConfigError(
+                f"none of the {len(records)} runs given ended well, so there is nothing to draw",
+                todo="ibot-eval report shows how they ended",
+            )
+        out = self.out or (paths[0].parent / "figures" if len(paths) == 1 else Path("figures"))
+        drawn = 0
+        for protocol in dict.fromkeys(record.protocol for record in usable):
+            of_protocol = [record for record in usable if record.protocol == protocol]
+            for name, figure in registry.load_protocol(protocol).figures(*of_protocol).items():
+                print(save_figure(figure, out / f"{protocol}-{name}.{self.format}"))
+                drawn += 1
+        if not drawn:
+            raise ConfigError(f"{', '.join({r.protocol for r in usable})} offers no figures")
+        return 0
