@@ -29,7 +29,11 @@ def record(run: str = "knn-a", **changes: object) -> EvalRecord:
         ],
         "config": {"method": "iBOT", "data_name": "ImageNet-1K"},
         "checkpoint": {"reference": "x.pth", "architecture": "vit-s/16", "key": "teacher"},
-        "data": {"reference": "/data", "classes": 1000, "splits": {"train": {"images": 1281167}, "test": {"images": 5}}},
+        "data": {
+            "reference": "/data",
+            "classes": 1000,
+            "splits": {"train": {"images": 1281167}, "test": {"images": 5}},
+        },
         "timing": {"started": "2026-01-01"},
     }
     return EvalRecord(run=run, protocol="knn", protocol_version=1, **(fields | changes))  # type: ignore[arg-type]

@@ -255,9 +255,7 @@ def test_evaluate_takes_data_sets(tmp_path: Path) -> None:
     def make(count: int) -> list[tuple[Image.Image, int]]:
         return [(Image.new("RGB", (32, 32), (250 * (i % 2), 0, 0)), i % 2) for i in range(count)]
 
-    record = api.evaluate(
-        Colours(), "knn", (make(8), make(4)), k=(1,), crop=32, resize=32, output=tmp_path, workers=0
-    )
+    record = api.evaluate(Colours(), "knn", (make(8), make(4)), k=(1,), crop=32, resize=32, output=tmp_path, workers=0)
     assert record.metrics[0]["value"] == 100.0
     data = Data.from_datasets(make(8), make(4), class_names=("black", "red"))
     again = api.evaluate(Colours(), "knn", data, k=(1,), crop=32, resize=32, output=tmp_path, workers=0)

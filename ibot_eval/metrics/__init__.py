@@ -1,0 +1,1 @@
+"""Metrics: pure functions of predictions and labels. Percent, never fractions."""

@@ -1,0 +1,312 @@
+"""k-NN classification of frozen features: the weighted vote of the nearest training images.
+
+Every image of the test split asks its k most similar images of the train split (cosine), each of which votes for its
+class with the weight exp(similarity / temperature); Wu et al. 2018, Caron et al. 2021, and the iBOT paper's tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ibot_eval import distributed
+from ibot_eval.errors import ConfigError, DataError
+from ibot_eval.features import FeatureBank, FeatureRequest, Split
+from ibot_eval.metrics.accuracy import target_ranks
+from ibot_eval.metrics.intervals import wilson
+from ibot_eval.neighbors import Backend, search_tiles
+from ibot_eval.protocol import Event, FrozenProtocol, Metric, Predictions, Session, Warning
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ibot_eval.record import EvalRecord
+
+HEADLINE_K = 20
+REDUCERS = {"cls": ("cls",), "patch_mean": ("patch_mean",), "cls+patch_mean": ("cls", "patch_mean")}
+# Votes below this (as exponents) are as small as float64 allows, but never nothing: a class that got a vote ranks
+# before one that got none at any temperature.
+LEAST_EXPONENT = -700.0
+# Votes of (images x classes) held at a time: 2 MB, which stay in the cache.
+VOTE_VALUES = 1 << 18
+
+
+@dataclass(frozen=True)
+class KNNConfig:
+    """Settings of the k-NN protocol."""
+
+    k: tuple[int, ...] = (10, 20, 100, 200)
+    """Numbers of neighbours that vote; one search serves all."""
+    temperature: float = 0.07
+    """A neighbour's vote weighs exp(similarity / temperature)."""
+    blocks: tuple[int, ...] = (-1,)
+    """Blocks whose features are concatenated; negative ones count from the last."""
+    pooling: Literal["cls", "patch_mean", "cls+patch_mean"] = "cls"
+    """Features of a block: the [CLS] token, the mean of the patch tokens, or both concatenated."""
+    leave_one_out: bool = False
+    """Classify every image of one split by all others of the same split."""
+    loo_split: Literal["train", "test"] = "test"
+    """The split for --leave-one-out."""
+    save_votes: bool = False
+    """Also save each image's vote probabilities: (images, classes) for every k."""
+    backend: Backend = "auto"
+    """Neighbour search by torch or faiss, both exact; auto: torch, the faster of the two."""
+
+
+class KNN(FrozenProtocol[KNNConfig]):
+    """k nearest neighbours, weighted vote.
+
+    ``splits`` names what it needs in general; :meth:`features` asks for one split only with ``leave_one_out``.
+    """
+
+    config_type = KNNConfig
+    version: ClassVar[int] = 1
+    primary: ClassVar[str] = "top1"
+
+    def __init__(self, config: KNNConfig) -> None:
+        super().__init__(config)
+        if not config.k or min(config.k) < 1 or len(set(config.k)) < len(config.k):
+            raise ConfigError(f"k must be different numbers from 1 up, not {_list(config.k)}", where="--k")
+        if not config.temperature > 0 or math.isinf(config.temperature):
+            raise ConfigError(f"the temperature must be positive, not {config.temperature}", where="--temperature")
+        if not config.blocks or len(set(config.blocks)) < len(config.blocks):
+            raise ConfigError(f"blocks must be different, and at least one: {config.blocks}", where="--blocks")
+
+    def features(self) -> Sequence[FeatureRequest]:
+        return [r for split in dict.fromkeys(self._roles()) for r in self._requests(split)]
+
+    def score(self, banks: Mapping[FeatureRequest, FeatureBank], session: Session) -> Iterator[Event]:
+        """Yields top1 and top5 for every k, warnings, and per-image predictions.
+
+        Raises:
+            DataError: an unlabelled or missing image, or features that are not finite.
+            ConfigError: a k asked for by hand that is larger than the gallery.
+        """
+        gallery, query = ([banks[r] for r in self._requests(split)] for split in self._roles())
+        for role, atoms in (("gallery", gallery), ("query", query)):
+            _check(role, atoms)
+        size = len(gallery[0]) - self.config.leave_one_out
+        ks, warning = self._usable_k(size, "k" in session.asked)
+        if warning:
+            yield Warning(warning)
+        classes, votes_for = np.unique(gallery[0].labels, return_inverse=True)
+        labels = np.asarray(query[0].labels)
+        missing = ~np.isin(labels, classes)
+        if missing.any():
+            yield Warning(
+                f"{missing.sum()} of {len(labels)} query images count as wrong, since the gallery has none of their "
+                f"{_classes(labels[missing], session)}"
+            )
+        targets = np.where(missing, -1, np.searchsorted(classes, labels))
+
+        local = distributed.everywhere(lambda: self._classify(gallery, query, votes_for, targets, ks, session))
+        rows = local.pop("rows")
+        whole = {name: distributed.gather_rows(part, rows, len(labels)).numpy() for name, part in local.items()}
+
+        values: dict[str, np.ndarray] = {"label": labels}
+        for i, k in enumerate(ks):
+            params = {"k": k, "temperature": self.config.temperature}
+            values[f"top1@k={k}"] = predicted = classes[whole["predicted"][:, i]]
+            for name, right in (("top1", predicted == labels), ("top5", whole["in_top5"][:, i])):
+                correct, n = int(right.sum()), len(labels)
+                yield Metric(name, 100 * correct / n, params=params, n=n, interval=wilson(correct, n))
+            if self.config.save_votes:
+                values[f"votes@k={k}"] = _columns(whole["votes"][:, i], classes, len(session.class_names))
+        yield Predictions(query[0].image_ids, values)
+
+    @classmethod
+    def headline(cls, metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """Top-1 at the k nearest to 20: a fixed choice, since the best k on the test split would be tuned on it.
+
+        20 is what DINO's code recommends; of two equally near, the smaller.
+        """
+        named = [m for m in metrics if m["name"] == cls.primary]
+        return min(named, key=lambda m: (abs(m["params"]["k"] - HEADLINE_K), m["params"]["k"]), default=None)
+
+    @classmethod
+    def figures(cls, *records: EvalRecord) -> Mapping[str, Figure]:
+        """``accuracy_by_k``: top-1 with its interval and top-5 against k, and the published top-1 if there is one."""
+        from ibot_eval.figures import new_figure
+
+        figure = new_figure(6.5, 4)
+        axes = figure.subplots()
+        for index, record in enumerate(records):
+            for name, label, style in (("top1", "top-1", "-"), ("top5", "top-5", ":")):
+                metrics = sorted((m for m in record.metrics if m["name"] == name), key=lambda m: m["params"]["k"])
+                k = [m["params"]["k"] for m in metrics]
+                whose = f"{label}, {record.run}" if len(records) > 1 else label
+                values = [m["value"] for m in metrics]
+                axes.plot(k, values, style, marker="o", markersize=4, color=f"C{index}", label=whose)
+                intervals = [m.get("interval") or (m["value"], m["value"]) for m in metrics]
+                low, high = [low for low, _ in intervals], [high for _, high in intervals]
+                axes.fill_between(k, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+        metrics = [m for record in records for m in record.metrics]
+        for value in sorted({m["published"]["value"] for m in metrics if m["name"] == "top1" and m.get("published")}):
+            axes.axhline(value, linestyle="--", color="grey", label=f"published top-1 {value:g}")
+        axes.set_xscale("log")
+        ticks = sorted({m["params"]["k"] for m in metrics})
+        axes.set_xticks(ticks, [str(t) for t in ticks])
+        axes.minorticks_off()
+        title = f"k-NN, {records[0].run}" if len(records) == 1 else "k-NN"
+        axes.set(xlabel="k", ylabel="accuracy (%), shaded: 95 % interval", title=title)
+        # Below the axes: inside, long run names would hide the curves.
+        figure.legend(loc="outside lower center", fontsize="small")
+        return {"accuracy_by_k": figure}
+
+    def _roles(self) -> tuple[Split, Split]:
+        """Splits of the gallery and of the queries."""
+        if self.config.leave_one_out:
+            return self.config.loo_split, self.config.loo_split
+        return "train", "test"
+
+    def _requests(self, split: Split) -> list[FeatureRequest]:
+        reducers = REDUCERS[self.config.pooling]
+        return [FeatureRequest(split, block, reducer=reducer) for block in self.config.blocks for reducer in reducers]
+
+    def _usable_k(self, size: int, by_hand: bool) -> tuple[list[int], str | None]:
+        """The k to evaluate in ascending order, and a warning about those left out."""
+        if size < 1:
+            raise DataError(
+                "the gallery is empty" if not self.config.leave_one_out else "one image cannot be classified by others",
+                todo="give a split with more images",
+            )
+        usable, large = ([k for k in sorted(self.config.k) if (k <= size) == fits] for fits in (True, False))
+        if not large:
+            return usable, None
+        others = "other images" if self.config.leave_one_out else "gallery images"
+        if by_hand:
+            raise ConfigError(
+                f"k = {_list(large)} is more than the {size} {others}", where="--k", todo=f"choose k up to {size}"
+            )
+        instead = "" if usable else f"; k = {size} is used"
+        return usable or [size], f"default k = {_list(large)} left out: there are only {size} {others}{instead}"
+
+    def _classify(
+        self,
+        gallery: Sequence[FeatureBank],
+        query: Sequence[FeatureBank],
+        votes_for: np.ndarray,
+        targets: np.ndarray,
+        ks: Sequence[int],
+        session: Session,
+    ) -> dict[str, Tensor]:
+        """This rank's part: ``rows`` (m,), ``predicted`` (m, ks) and ``in_top5`` (m, ks), ``votes`` (m, ks, classes).
+
+        Args:
+            votes_for: (gallery,) the class index, 0 … C - 1, that each item votes for.
+            targets: (queries,) the right class index, or -1 where the gallery does not know the class.
+        """
+        classes = int(votes_for.max()) + 1
+        voters, right = torch.from_numpy(votes_for), torch.from_numpy(targets)
+        tiles = search_tiles(
+            [atom.features for atom in query],
+            [atom.features for atom in gallery],
+            max(ks),
+            device=session.device,
+            exclude_self=self.config.leave_one_out,
+            backend=self.config.backend,
+            query_ids=query[0].image_ids,
+            gallery_ids=gallery[0].image_ids,
+        )
+        found: dict[str, list[Tensor]] = {"rows": [], "predicted": [], "in_top5": []}
+        if self.config.save_votes:
+            found["votes"] = []
+        step = max(1, VOTE_VALUES // classes)
+        show = session.progress and distributed.is_main()
+        with tqdm(total=len(targets), desc="k-NN", unit="images", disable=not show, leave=False) as bar:
+            for tile, similarities, indices in tiles:
+                for a in range(0, len(indices), step):
+                    neighbours = voters[torch.from_numpy(indices[a : a + step])]
+                    shares = cumulative_votes(
+                        torch.from_numpy(similarities[a : a + step]), neighbours, ks, self.config.temperature, classes
+                    )
+                    outcomes = [_outcome(votes, right[tile][a : a + step], self.config.save_votes) for votes in shares]
+                    for name in outcomes[0]:
+                        found[name].append(torch.stack([o[name] for o in outcomes], 1))
+                found["rows"].append(torch.arange(tile.start, tile.stop))
+                bar.update((tile.stop - tile.start) * distributed.world_size())
+        return {name: torch.cat(parts) if parts else torch.empty(0) for name, parts in found.items()}
+
+
+def _outcome(votes: Tensor, targets: Tensor, keep_votes: bool) -> dict[str, Tensor]:
+    # Classes without a vote would fill up the five best where fewer got one, and be right by chance.
+    got_vote = votes.gather(1, targets.clamp(min=0)[:, None]).squeeze(1) > 0
+    in_top5 = target_ranks(votes, torch.where(got_vote, targets, -1)) < 5
+    outcome = {"predicted": votes.argmax(1), "in_top5": in_top5}
+    if keep_votes:
+        outcome["votes"] = (votes / votes.sum(1, keepdim=True)).float()
+    return outcome
+
+
+def cumulative_votes(
+    similarities: Tensor, neighbours: Tensor, ks: Sequence[int], temperature: float, classes: int
+) -> Iterator[Tensor]:
+    """Votes per class of the first k neighbours, for each k.
+
+    A neighbour's vote is exp(similarity / temperature), here relative to that of the most similar one, which changes
+    no ranking and no share: the plain exponential overflows float32 below a temperature of about 0.011.
+
+    Args:
+        similarities: (n, K) float32, largest first.
+        neighbours: (n, K) class index of each neighbour, 0 … classes - 1.
+        ks: ascending, none above K.
+        temperature: positive.
+        classes: number of classes.
+
+    Yields:
+        (n, classes) float64 for each of ``ks``, positive where a class got a vote and 0 elsewhere. It is the same
+        tensor each time, with more votes in it.
+    """
+    exponents = (similarities.double() - similarities[:, :1].double()) / temperature
+    weights = exponents.clamp_(min=LEAST_EXPONENT).exp_()
+    votes = torch.zeros(len(similarities), classes, dtype=torch.float64)
+    counted = 0
+    for k in ks:
+        # In one process, scatter_add_ adds in order, so a k gives the same votes whatever other k are asked for.
+        votes.scatter_add_(1, neighbours[:, counted:k], weights[:, counted:k])
+        counted = k
+        yield votes
+
+
+def _check(role: str, atoms: Sequence[FeatureBank]) -> None:
+    bank = atoms[0]
+    if any(list(a.image_ids) != list(bank.image_ids) for a in atoms[1:]):
+        raise ValueError("atoms of different images cannot be concatenated")
+    if not len(bank):
+        raise DataError(f"the {role} has no images")
+    unlabelled = np.flatnonzero(np.asarray(bank.labels) < 0)
+    if len(unlabelled):
+        raise DataError(
+            f"{len(unlabelled)} of {len(bank)} {role} images have no label, the first being "
+            f"{bank.image_ids[unlabelled[0]]}",
+            todo="k-NN needs labels on both sides: sort the images into class folders, or give --test-labels",
+        )
+
+
+def _columns(votes: np.ndarray, classes: np.ndarray, named: int) -> np.ndarray:
+    """Votes by label, a column for each named class; by known label in ascending order if some have no name."""
+    if classes[-1] >= named:
+        return votes
+    columns = np.zeros((len(votes), named), votes.dtype)
+    columns[:, classes] = votes
+    return columns
+
+
+def _classes(labels: np.ndarray, session: Session, most: int = 10) -> str:
+    """``classes a, b and 3 more``."""
+    names = session.class_names
+    unique = [int(c) for c in np.unique(labels)]
+    shown = [names[c] if c < len(names) else str(c) for c in unique[:most]]
+    rest = f" and {len(unique) - most} more" if len(unique) > most else ""
+    return ("class " if len(unique) == 1 else "classes ") + ", ".join(shown) + rest
+
+
+def _list(numbers: Sequence[Any]) -> str:
+    return ", ".join(map(str, numbers))
