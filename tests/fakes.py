@@ -124,7 +124,7 @@ class FakeSplit(ImageSplit):
 
 def fake_loaded(backbone: Backbone | None = None, head: nn.Module | None = None, sha256: str = "a" * 64) -> Any:
     """What ``load_checkpoint`` would give."""
-    report = SimpleNamespace(sha256=sha256, key="teacher", overrides={}, reference="fake.pth")
+    report = SimpleNamespace(sha256=sha256, key="teacher", overrides={}, identity={}, reference="fake.pth")
     return SimpleNamespace(backbone=backbone or FakeBackbone(), projection_head=head, classifier=None, report=report)
 
 
