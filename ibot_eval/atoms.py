@@ -52,6 +52,19 @@ def resolve(request: FeatureRequest, backbone: Backbone, projection_head: nn.Mod
     return Atom(block, "none" if kind == "norm_patch_mean" else request.norm, request.reducer)
 
 
+def row_bytes(atom: Atom, backbone: Backbone, side: int) -> int:
+    """Bytes that the output takes for an image of side x side pixels; for patches of a pyramid an estimate."""
+    width = backbone.dims[atom.block]
+    kind, _ = parse_reducer(atom.reducer)
+    if kind == "head_argmax":
+        return 8
+    if kind != "patches":
+        return 4 * width
+    # Swin and ResNet double their width where they halve their resolution.
+    grid = side / backbone.patch_size * backbone.dims[-1] / width
+    return int(2 * width * grid**2)
+
+
 def atomic_outputs(
     backbone: Backbone, projection_head: nn.Module | None, images: Tensor, atoms: Sequence[Atom]
 ) -> dict[Atom, Tensor]:

@@ -29,17 +29,22 @@ class Shard(NamedTuple):
     stop: int
 
 
-def shards(n: int, batch_size: int, *, per_bank: int = 64, largest: int = 1024) -> list[Shard]:
+def shards(
+    n: int, batch_size: int, row_bytes: int, *, per_bank: int = 64, largest: int = 1024, most_bytes: int = 1 << 28
+) -> list[Shard]:
     """Cuts n images into shards of whole batches.
 
     It depends on nothing else, so that any number of ranks, and a run that resumes, make the same batches.
 
     Args:
+        row_bytes: what one image takes in memory, all its outputs together.
         per_bank: aim for this many shards (what a kill loses is at most a shard per rank) …
-        largest: … of at most this many images, since a shard is held in memory.
+        largest: … of at most this many images …
+        most_bytes: … and bytes, since a shard is held in memory.
     """
     batches = math.ceil(n / batch_size)
-    size = batch_size * max(1, min(math.ceil(batches / per_bank), largest // batch_size))
+    fits = most_bytes // (batch_size * max(1, row_bytes))
+    size = batch_size * max(1, min(math.ceil(batches / per_bank), largest // batch_size, fits))
     return [Shard(start, min(start + size, n)) for start in range(0, n, size)]
 
 

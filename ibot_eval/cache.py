@@ -90,25 +90,16 @@ class BankCache:
             CacheError: the folder holds something else than its name or its manifest says.
         """
         folder = self.root / "banks" / key
-        manifest = _read_json(folder / "manifest.json")
-        if manifest is None:
-            return None
-        try:
-            wrong = _mismatch(folder, key, manifest)
-            if wrong is None:
-                features = np.load(folder / "features.npy", mmap_mode="r")
-                labels = np.load(folder / "labels.npy")
-                stated = (tuple(manifest["shape"]), manifest["dtype"], manifest["n"])
-                if (features.shape, str(features.dtype), len(labels)) != stated:
-                    wrong = f"it holds {features.shape} {features.dtype} where the manifest says {stated}"
-                else:
-                    return FeatureBank(features, labels, self._read_ids(folder, manifest), manifest)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            wrong = f"it cannot be read ({type(error).__name__}: {error})"
+        found = self._look(folder, key)
+        if isinstance(found, str):
+            # A bank that is being removed loses its manifest first, so a second look tells that from damage.
+            found = self._look(folder, key)
+        if not isinstance(found, str):
+            return found
         raise CacheError(
-            f"feature bank {key[:12]} does not match its manifest: {wrong}",
+            f"feature bank {key[:12]} does not match its manifest: {found}",
             where=str(folder),
-            todo=f"remove it with `ibot-eval cache rm {key[:12]}`; the next run extracts it again",
+            todo=f"remove it with {self.removal(key)}; the next run extracts it again",
         )
 
     def writer(self, key: str, source: Mapping[str, Any], about: Mapping[str, Any]) -> BankWriter:
@@ -183,7 +174,7 @@ class BankCache:
         return [damage for info in infos if info.complete for damage in self._damages(info.key)]
 
     def remembered_sha256(self, path: Path | str) -> str:
-        """SHA-256 of a file, hashed only once as long as its path, size and modification time stay.
+        """SHA-256 of a file, hashed only once as long as its path, size, times and inode stay.
 
         Raises:
             CheckpointError: there is no such file, or it changes while it is read.
@@ -193,25 +184,44 @@ class BankCache:
         try:
             before = path.stat()
             known = (_read_json(memory) or {}).get(str(path))
-            state = {"size": before.st_size, "mtime_ns": before.st_mtime_ns}
+            state = _state(before)
             if isinstance(known, dict) and {k: known.get(k) for k in state} == state and "sha256" in known:
                 return known["sha256"]
             digest = sha256_file(path)
             after = path.stat()
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        if state != _state(after):
             raise CheckpointError(
                 f"{path} changed while it was read", todo="wait until it is written, or evaluate a copy of it"
             )
         # A file that was written a moment ago may change once more within the clock's resolution.
         if abs(time.time() - after.st_mtime) > 2:
-            with disk_errors(self.root):
+            # Looking at a checkpoint must not need a cache that can be written.
+            with contextlib.suppress(OSError):
                 self.root.mkdir(parents=True, exist_ok=True)
                 with FileLock(self.root / "checkpoints.lock"):
                     remembered = _read_json(memory) or {}
                     atomic_write_json(memory, {**remembered, str(path): {**state, "sha256": digest}})
         return digest
+
+    def _look(self, folder: Path, key: str) -> FeatureBank | str | None:
+        """The bank, or what is wrong with it, or None where there is no finished one."""
+        manifest = _read_json(folder / "manifest.json")
+        if manifest is None:
+            return None
+        try:
+            wrong = _mismatch(folder, key, manifest)
+            if wrong is not None:
+                return wrong
+            features = np.load(folder / "features.npy", mmap_mode="r")
+            labels = np.load(folder / "labels.npy")
+            stated = (tuple(manifest["shape"]), manifest["dtype"], manifest["n"])
+            if (features.shape, str(features.dtype), len(labels)) != stated:
+                return f"it holds {features.shape} {features.dtype} where the manifest says {stated}"
+            return FeatureBank(features, labels, self._read_ids(folder, manifest), manifest)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"it cannot be read ({type(error).__name__}: {error})"
 
     def _read_ids(self, folder: Path, manifest: Mapping[str, Any]) -> tuple[str, ...]:
         digest = manifest["files"]["ids.json"]["sha256"]
@@ -223,25 +233,31 @@ class BankCache:
         folder, partial = self.root / "banks" / key, self.root / "partial" / key
         manifest = _read_json(folder / "manifest.json")
         told = manifest or _read_json(partial / "source.json") or {}
-        source, about = told.get("source") or {}, told.get("about") or {}
-        shape = told.get("shape")
-        if "created" in told:
-            created = datetime.fromisoformat(told["created"])
-        else:
+        # A manifest that somebody spoilt must not keep its bank from being listed, and so from being removed.
+        source, about = (_dictionary(told.get(name)) for name in ("source", "about"))
+        shape, n = told.get("shape"), told.get("n")
+        try:
+            created = datetime.fromisoformat(str(told["created"]))
+        except (KeyError, ValueError):
             there = folder if folder.exists() else partial
             created = datetime.fromtimestamp(there.stat().st_mtime if there.exists() else 0, UTC)
         return BankInfo(
             key=key,
             bytes=sum(_size(f) for part in (folder, partial) for f in part.glob("*")),
             created=created,
-            n=told.get("n", 0),
-            dim=shape[-1] if shape and len(shape) > 1 else None,
+            n=n if isinstance(n, int) else 0,
+            dim=shape[-1] if isinstance(shape, list) and len(shape) > 1 else None,
             checkpoint=about.get("checkpoint"),
             data=about.get("data"),
             split=source.get("split"),
             complete=manifest is not None,
-            **{name: (source.get("atom") or {}).get(name) for name in ("block", "norm", "reducer")},
+            **{name: _dictionary(source.get("atom")).get(name) for name in ("block", "norm", "reducer")},
         )
+
+    def removal(self, *keys: str) -> str:
+        """The command that removes these banks."""
+        elsewhere = "" if self.root == BankCache(None).root else f" --cache {self.root}"
+        return f"`ibot-eval cache rm {' '.join(key[:12] for key in keys)}{elsewhere}`"
 
     def _named(self, beginnings: Sequence[str]) -> list[BankInfo]:
         infos = {info.key: info for info in self.ls()}
@@ -289,6 +305,11 @@ class BankCache:
                 yield Damage(key, name, "its bytes have changed")
 
 
+def _state(stat: os.stat_result) -> dict[str, int]:
+    # Copying tools restore modification times; nothing restores the time of the last change to the inode.
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
+
+
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for banks that must not be kept; removed when it is cleaned up, collected, or at exit."""
     return tempfile.TemporaryDirectory(prefix="ibot-eval-", ignore_cleanup_errors=True)
@@ -298,10 +319,12 @@ def _mismatch(folder: Path, key: str, manifest: Mapping[str, Any], *, sizes: boo
     """What contradicts the manifest, or None."""
     if manifest.get("format") != FORMAT:
         return f"its format is {manifest.get('format')}, not {FORMAT}"
-    if manifest.get("key") != key or bank_key(manifest.get("source") or {}) != key:
+    if manifest.get("key") != key or bank_key(_dictionary(manifest.get("source"))) != key:
         return "its manifest belongs to another bank"
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not {"features.npy", "labels.npy", "ids.json"} <= files.keys():
+    files = _dictionary(manifest.get("files"))
+    if not {"features.npy", "labels.npy", "ids.json"} <= files.keys() or any(
+        not {"bytes", "sha256"} <= _dictionary(stated).keys() for stated in files.values()
+    ):
         return "its manifest does not list its files"
     for name, stated in files.items() if sizes else ():
         size = _size(folder / name)
@@ -317,6 +340,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    """``value`` if it is a dictionary, else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def _folders(parent: Path) -> Iterator[Path]:

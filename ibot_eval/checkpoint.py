@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import timm
 from torch import nn
 
 from ibot_eval.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
@@ -23,12 +25,18 @@ from ibot_eval.layouts.matching import Match, fill, may_be_left_over
 from ibot_eval.layouts.reading import hints_beside, locate, read_file
 from ibot_eval.layouts.swin import is_swin, read_swin
 from ibot_eval.layouts.tops import find_classifier, find_projection_head
-from ibot_eval.layouts.unwrapping import Network, choose, find_networks
+from ibot_eval.layouts.unwrapping import Network, choose, find_networks, passed_over
 from ibot_eval.layouts.vit import read_vit
 from ibot_eval.models import wrap
+from ibot_eval.models.identity import identity_of
 from ibot_eval.settings import CheckpointSettings
 
 NAMED = ("timm:", "hf-hub:", "random:")
+
+GUESS_NOTE = (
+    "the file does not tell what its inputs are normalised with: ImageNet's mean and deviation are a guess (Google's "
+    "supervised ViTs take 0.5 / 0.5); --mean and --std change them"
+)
 
 
 @dataclass
@@ -66,6 +74,8 @@ class LoadReport:
     """Remarks in plain words."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """What the user set by hand that changes the network or its outputs."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    """All that shapes what the network computes besides its tensors, JSON-ready; see ``models.identity``."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -127,7 +137,7 @@ def _load_named(settings: CheckpointSettings, seed: int) -> LoadedCheckpoint:
         )
     notes = []
     if kind in ("random", "demo"):
-        net = named.random_network(name or "demo", seed)
+        net = named.random_network(name if kind == "random" else "demo", seed)
         family, notes = named.family_of_name(name), [named.RANDOM_NOTE]
     else:
         full = name if kind == "timm" else reference
@@ -139,6 +149,14 @@ def _load_named(settings: CheckpointSettings, seed: int) -> LoadedCheckpoint:
     match = Match(len(tensors), sum(tensor.numel() for tensor in tensors.values()))
     grid = getattr(backbone, "trained_grid", None)
     report = _report(settings, backbone, match, grid, sha256=sha256, notes=notes)
+    if name and kind != "demo":
+        report.identity |= {"name": name, "timm": timm.__version__}
+    rule = getattr(backbone, "resize", None)
+    if rule not in (None, "size-antialias") and settings.pos_embed_resize == "published" and kind != "demo":
+        report.notes.append(
+            f"position embeddings are resized as {family}'s published code does ({rule}); timm's own way is "
+            "--pos-embed-resize size-antialias"
+        )
     if classifier is not None:
         report.classifier = _described(classifier, backbone)
         report.notes.append(_classifier_note(report.classifier))
@@ -156,31 +174,45 @@ def _detach_classifier(net: nn.Module) -> nn.Module | None:
 
 def _load_file(settings: CheckpointSettings, sha256: Callable[[Path], str]) -> LoadedCheckpoint:
     location = locate(settings.ckpt or "", settings.key)
+    before = location.path.stat()
     contents, metadata = read_file(location.path, trust_pickle=settings.trust_pickle)
     networks = find_networks(contents)
     network = choose(networks, None if location.key else settings.key)
     roles = list(location.keys) or sorted(other.role for other in networks if other.role)
     key = location.key or network.role or None
     notes = []
+    remark = passed_over(contents, network) if settings.key is None else None
+    if remark is not None:
+        notes.append(remark)
     if len(roles) > 1:
         others = ", ".join(role for role in roles if role != key)
         notes.append(f"the {key} was taken; the checkpoint also holds {others} (choose with --key)")
 
     asked = Hints(heads=settings.heads, patch_size=settings.patch_size, grid=settings.grid)
-    blueprint = _blueprint(network, asked.over(hints_beside(location.path, metadata)), settings.arch)
+    hints = asked.over(hints_beside(location.path, metadata))
+    if is_hugging_face(network):
+        network, hints = republish(network, hints)
+    blueprint = _blueprint(network, hints, settings.arch)
     match = fill(blueprint.net, blueprint.tensors)
+    head, head_names = find_projection_head(network)
+    classifier, classifier_names = find_classifier(network)
     beside = [name for name in network.siblings if name not in blueprint.tensors]
     match.unexpected += [name for name in beside if not may_be_left_over(name)]
     match.ignored += [name for name in beside if may_be_left_over(name)]
+    used = head_names | classifier_names
+    match.unexpected = [name for name in match.unexpected if name not in used]
+    match.ignored = [name for name in match.ignored if name not in used]
     if match.unexpected:
         notes.append(f"{len(match.unexpected)} tensors are unknown and were left out, e.g. {match.unexpected[0]}")
 
     backbone = wrap(blueprint.net, family=blueprint.family, resize=_resize(settings) or blueprint.resize)
     backbone.mean, backbone.std = blueprint.mean or IMAGENET_MEAN, blueprint.std or IMAGENET_STD
+    if blueprint.mean is None and blueprint.family in ("hf-vit", "supervised", "timm"):
+        notes.append(GUESS_NOTE)
     report = _report(settings, backbone, match, blueprint.grid, sha256=sha256(location.path), notes=notes)
+    _refuse_change(location.path, before)
     report.path, report.key, report.available_keys = str(location.path), key, roles
     report.notes += blueprint.notes
-    head, head_names = find_projection_head(network)
     if head is not None:
         report.projection_head = {
             "K": head.num_prototypes,
@@ -189,19 +221,30 @@ def _load_file(settings: CheckpointSettings, sha256: Callable[[Path], str]) -> L
             "shared": head.sharing == "shared",
         }
         report.notes.append(f"a projection head with {head.num_prototypes} prototypes was found")
-    classifier, classifier_names = find_classifier(network)
     if classifier is not None:
         report.classifier = _described(classifier, backbone)
         report.notes.append(_classifier_note(report.classifier))
-    report.ignored = [name for name in report.ignored if name not in head_names | classifier_names]
     return LoadedCheckpoint(backbone, head, classifier, report)
 
 
+def _refuse_change(path: Path, before: os.stat_result) -> None:
+    """The hash must be of the tensors that were read, or results would be stored under the name of others."""
+    try:
+        after = path.stat()
+        same = all(getattr(before, part) == getattr(after, part) for part in ("st_ino", "st_size", "st_mtime_ns"))
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} changed while it was read", todo="run again once it is no longer being written"
+        )
+
+
 def _blueprint(network: Network, hints: Hints, arch: str | None) -> Blueprint:
-    if is_hugging_face(network):
-        network, hints = republish(network, hints)
     if arch is not None:
-        return named.read_as(arch, network, hints)
+        return named.read_as(arch, network, replace(hints, arch=None))
+    if hints.arch is not None:
+        return named.read_as(hints.arch, network, hints)
     if is_resnet(network):
         return read_resnet(network, hints)
     if is_swin(network):
@@ -251,10 +294,13 @@ def _report(
         ignored=match.ignored,
         notes=notes,
         overrides={name: value for name, value in overrides.items() if value is not None},
+        identity=identity_of(backbone),
     )
 
 
 def _described(classifier: nn.Module, backbone: Backbone) -> dict[str, Any]:
+    if isinstance(classifier, nn.Sequential):
+        classifier = classifier[-1]
     if not isinstance(classifier, nn.Linear):
         return {"classes": None, "input": "unknown"}
     inputs = {backbone.dims[-1]: "cls", 2 * backbone.dims[-1]: "cls+patch_mean"}

@@ -6,8 +6,11 @@ Commands and protocols are found through entry points. A command is a dataclass 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
+import re
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -38,13 +41,20 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"ibot-eval: error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("ibot-eval: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # `ibot-eval report runs | head` is no fault; the interpreter must not try to flush the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # Full disks, folders that may not be written: the machine's state, not a fault of ours.
+        if debug:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        print(f"ibot-eval: error: {error.strerror or error}{where} (--debug shows where)", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ibot-eval: interrupted", file=sys.stderr)
+        return 130
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 0 if error.code is None else 2
 
@@ -95,13 +105,19 @@ def overview() -> str:
 
 def parse(kind: type[T], argv: list[str], name: str, description: str | None = None) -> T:
     """``argv`` as an instance of the dataclass ``kind``; mistakes print suggestions and exit with code 2."""
-    return tyro.cli(
-        kind,
-        args=argv,
-        prog=f"ibot-eval {name}",
-        description=description or (kind.__doc__ or "").strip(),
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            return tyro.cli(
+                kind,
+                args=argv,
+                prog=f"ibot-eval {name}",
+                description=description or (kind.__doc__ or "").strip(),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
+            )
+    finally:
+        # Settings without a value say what that means in their help; "(default: None)" after it would contradict it.
+        print(re.sub(r"\(default:([\s│]+)None\)", r"         \1     ", printed.getvalue()), end="")
 
 
 def expand_recipe(argv: list[str]) -> list[str]:
@@ -181,7 +197,7 @@ def run_protocol(name: str, argv: list[str]) -> int:
     from ibot_eval import distributed, reporting, runner
 
     try:
-        record = runner.run(name, kind(config), runner.with_defaults(settings), asked=flag_names(argv))
+        record = runner.run(name, kind(config), runner.with_defaults(settings), asked=flag_names(expand_recipe(argv)))
         if distributed.is_main():
             folder = settings.output.output / record.run
             print(record.as_json() if settings.output.json else reporting.run_table(record, folder))

@@ -70,10 +70,16 @@ class MissingExtra(UserError):
     """An optional package that the request needs and that is not installed."""
 
 
+LISTED = 20
+"""Names shown when none is near."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """``"did you mean 'a' or 'b'?"`` for the closest of ``known``, else the list of all of them."""
-    known = sorted(known)
+    known = sorted(set(known))
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if near:
         return "did you mean " + " or ".join(repr(n) for n in near) + "?"
-    return "known: " + (", ".join(known) if known else "none")
+    # timm knows over a thousand names; nobody reads those.
+    shown = ", ".join(known[:LISTED]) + (f" and {len(known) - LISTED} more" if len(known) > LISTED else "")
+    return "known: " + (shown or "none")

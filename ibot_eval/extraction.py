@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ibot_eval import distributed, provenance
-from ibot_eval.atoms import resolve
+from ibot_eval.atoms import Atom, resolve, row_bytes
 from ibot_eval.bank_writer import Shard, shards
 from ibot_eval.cache import BankCache, bank_key, temporary_folder
 from ibot_eval.errors import CacheError, ConfigError, DataError
@@ -97,17 +97,18 @@ def extract_banks(
             temporary folder and are gone when they are no longer used.
 
     Raises:
-        ConfigError: a request that the network or the data cannot serve.
+        ConfigError: a request that the network or the data cannot serve, or ranks that were given different things.
         DataError: an unreadable image with bad_images "stop" (BadImage), or features that are not finite.
         CacheError: a full disk, or a bank that does not match its manifest.
     """
     if batch_size < 1 or (workers is not None and workers < 0):
-        raise ConfigError(f"--batch-size {batch_size} --workers {workers}: at least 1 image and 0 workers are needed")
+        given = f"--batch-size {batch_size}" if batch_size < 1 else f"--workers {workers}"
+        raise ConfigError(f"{given}: at least 1 image a batch and 0 workers are needed")
     begin = time.perf_counter()
     workers = default_workers(device) if workers is None else workers
     engine = Engine(loaded, transform, device, precision, batch_size, workers, bad_images, progress)
-    # On rank 0 alone, so that ranks cannot disagree about keys, and the files are looked at only once.
-    wanted = distributed.from_main(lambda: {request: _source(request, engine, splits) for request in requests})
+    wanted = distributed.everywhere(lambda: {request: _source(request, engine, splits) for request in requests})
+    _check_same(list(wanted.values()))
     stats = ExtractionStats()
     banks: dict[FeatureRequest, FeatureBank] = {}
     passes = 0.0
@@ -147,6 +148,7 @@ def _source(request: FeatureRequest, engine: Engine, splits: Mapping[str, ImageS
             "sha256": loaded.report.sha256,
             "key": loaded.report.key,
             "overrides": dict(loaded.report.overrides),
+            "identity": getattr(loaded.report, "identity", {}),
             "pos_embed_resize": str(getattr(loaded.backbone, "resize", None)),
         },
         "atom": {"block": atom.block, "norm": atom.norm, "reducer": atom.reducer},
@@ -156,6 +158,21 @@ def _source(request: FeatureRequest, engine: Engine, splits: Mapping[str, ImageS
         "precision": engine.precision,
         "extractor": EXTRACTOR_VERSION,
     }
+
+
+def _check_same(sources: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError on every rank unless all ranks have the same sources: each makes a part of every bank."""
+    views = distributed.gather_objects(sources)
+    for other, view in enumerate(views):
+        if view != views[0]:
+            pairs = zip(views[0], view, strict=False)
+            parts = sorted({part for a, b in pairs for part in a.keys() | b.keys() if a.get(part) != b.get(part)})
+            raise ConfigError(
+                f"rank {other} differs from rank 0 in {', '.join(parts) or 'requests'}, so their features cannot be "
+                "one bank",
+                todo="give all ranks the same settings and files; where each machine has its own copy of the images, "
+                "use --fingerprint content, which does not look at the files' times",
+            )
 
 
 def _complete(
@@ -171,10 +188,12 @@ def _complete(
         return len(sources), 0, 0.0
     about = {
         "checkpoint": str(getattr(engine.loaded.report, "reference", None) or ""),
-        "data": str(getattr(split, "folder", split.name)),
+        "data": split.source or split.name,
     }
     writers = {key: cache.writer(key, sources[key], about) for key in missing}
-    parts = shards(len(split), engine.batch_size)
+    atoms = [Atom(**source["atom"]) for source in sources.values()]
+    size = sum(row_bytes(atom, engine.loaded.backbone, engine.transform.crop) for atom in atoms)
+    parts = shards(len(split), engine.batch_size, size)
     with ExitStack() as held:
 
         def plan() -> tuple[list[str], list[tuple[Shard, list[str]]], str]:
@@ -207,18 +226,25 @@ def _complete(
 
 def _open(key: str, cache: BankCache, split: ImageSplit, bad_images: Literal["stop", "skip"]) -> FeatureBank:
     bank = cache.open(key)
+    if bank is None and distributed.is_main():
+        raise CacheError(
+            f"feature bank {key[:12]} was removed while this run was about to read it",
+            where=str(cache.root),
+            todo="run again, without `ibot-eval cache rm` at the same time",
+        )
     if bank is None:
         raise CacheError(
             f"feature bank {key[:12]} is not there on rank {distributed.rank()}",
             where=str(cache.root),
-            todo="all ranks must see the same cache folder: choose one on a shared disk with --cache",
+            todo="all ranks must see the same cache folder: choose one on a shared disk with --cache; if "
+            "`ibot-eval cache rm` ran just now, run again",
         )
     skipped = [name for name, _ in bank.manifest["skipped"]]
     if len(bank) + len(skipped) != len(split):
         raise CacheError(
             f"feature bank {key[:12]} holds {len(bank)} images, and the split {len(split)}",
             where=str(cache.root),
-            todo=f"remove it with `ibot-eval cache rm {key[:12]}`; the next run extracts it again",
+            todo=f"remove it with {cache.removal(key)}; the next run extracts it again",
         )
     if skipped and bad_images == "stop":
         shown = ", ".join(skipped[:5]) + (f" and {len(skipped) - 5} more" if len(skipped) > 5 else "")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -46,6 +48,9 @@ def launch(how: str, argv: list[str]) -> int:
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
+    except SignalException as error:
+        print(f"ibot-eval: ended by signal {signal.Signals(error.sigval).name}", file=sys.stderr)
+        return 128 + error.sigval
     return 0
 
 

@@ -8,6 +8,7 @@ from ibot_eval.backbone import Backbone
 from ibot_eval.checkpoint import LoadedCheckpoint, LoadReport
 from ibot_eval.layouts.named import tensors_sha256
 from ibot_eval.models import ModuleBackbone, wrap
+from ibot_eval.models.identity import identity_of
 
 
 def from_module(module: nn.Module, reference: str | None = None, image_size: int | None = None) -> LoadedCheckpoint:
@@ -22,7 +23,7 @@ def from_module(module: nn.Module, reference: str | None = None, image_size: int
         ConfigError: a plain module that cannot take such images, or returns something else.
     """
     backbone = wrap(module)
-    if isinstance(backbone, ModuleBackbone) and image_size is not None:
+    if isinstance(backbone, ModuleBackbone) and backbone is not module and image_size is not None:
         backbone = ModuleBackbone(module, image_size=image_size)
     tensors = backbone.state_dict()
     report = LoadReport(
@@ -42,5 +43,6 @@ def from_module(module: nn.Module, reference: str | None = None, image_size: int
         matched=len(tensors),
         parameters=sum(tensor.numel() for tensor in tensors.values()),
         notes=[f"the network is {'a backbone' if isinstance(module, Backbone) else 'a module'} given from Python"],
+        identity=identity_of(backbone),
     )
     return LoadedCheckpoint(backbone, None, None, report)

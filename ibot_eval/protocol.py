@@ -109,6 +109,10 @@ class EvalProtocol(ABC, Generic[Config]):
     def run(self, backbone: Backbone, session: Session) -> Iterator[Event]:
         """Evaluate ``backbone`` and yield results as they come."""
 
+    def as_published(self) -> bool:
+        """Whether these settings are those of the published experiment; if not, no published number is shown."""
+        return True
+
     @classmethod
     def figures(cls, *records: EvalRecord) -> Mapping[str, Figure]:
         """Figures drawn from one saved record, or from several on the same axes, by name; none by default."""
@@ -133,6 +137,12 @@ class FrozenProtocol(EvalProtocol[Config]):
     @abstractmethod
     def features(self) -> Sequence[FeatureRequest]:
         """The atomic outputs it needs, of which splits."""
+
+    def check(self, sizes: Mapping[str, int], session: Session) -> None:
+        """Raises ConfigError for settings that these splits (role -> number of images) cannot serve.
+
+        Called before the features are extracted, which may take hours.
+        """
 
     @abstractmethod
     def score(self, banks: Mapping[FeatureRequest, FeatureBank], session: Session) -> Iterator[Event]:

@@ -39,9 +39,14 @@ def lookup(
     params = params or {}
     for entry in entries():
         same = (entry["protocol"], entry["metric"], entry["data"], entry["method"], entry["arch"])
-        if same != (protocol, metric, data, method, arch):
+        if _folded(same) != _folded((protocol, metric, data, method, arch)):
             continue
         wanted = {**entry.get("params", {}), **{k: v for k, v in entry.items() if k not in _IDENTITY}}
         if all(params.get(name) == value for name, value in wanted.items()) if wanted else headline:
             return {"value": entry["value"], "source": entry["source"]}
     return None
+
+
+def _folded(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Spelling of capitals is no reason to miss a number."""
+    return tuple(name.casefold() for name in names)

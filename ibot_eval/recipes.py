@@ -55,6 +55,8 @@ def _flag(key: object, value: object, path: Path) -> Iterator[str]:
     if isinstance(value, bool):
         yield f"--{name}" if value else f"--no-{name}"
         return
+    if value is None or value == []:
+        raise ConfigError(f"{key} has no value", where=str(path), todo="leave the line out to keep the default")
     values = value if isinstance(value, list) else [value]
     for item in values:
         if isinstance(item, (dict, list)):

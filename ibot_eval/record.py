@@ -79,7 +79,52 @@ class EvalRecord:
         missing = {"run", "protocol", "protocol_version", "status", "metrics"} - content.keys()
         if missing:
             raise RecordError(f"the record {path} lacks {', '.join(sorted(missing))}")
+        if wrong := _wrong_field(content):
+            raise RecordError(f"the record {path} is damaged: {wrong}")
         return cls(**{name: value for name, value in content.items() if name in known})
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "run": str,
+    "protocol": str,
+    "protocol_version": int,
+    "primary": str,
+    "metrics": list,
+    "warnings": list,
+    "artifacts": list,
+    "command": list,
+    "config": dict,
+    "checkpoint": dict,
+    "data": dict,
+    "environment": dict,
+    "timing": dict,
+    "error": (dict, type(None)),
+}
+
+
+def _wrong_field(content: Mapping[str, Any]) -> str | None:
+    """What in a record's content is not of the kind that its readers count on; None when all is well."""
+    for name, kind in _KINDS.items():
+        if name in content and not isinstance(content[name], kind):
+            return f"{name} is {content[name]!r}"
+    if content["status"] not in ("success", "error", "interrupted"):
+        return f"status is {content['status']!r}"
+    for index, metric in enumerate(content["metrics"]):
+        fine = (
+            isinstance(metric, dict)
+            and isinstance(metric.get("name"), str)
+            and isinstance(metric.get("unit"), str)
+            and isinstance(metric.get("params"), dict)
+            and isinstance(metric.get("value", ""), (int, float, type(None)))
+            and (
+                metric.get("interval") is None
+                or (isinstance(metric["interval"], list) and len(metric["interval"]) == 2)
+            )
+            and isinstance(metric.get("published"), (dict, type(None)))
+        )
+        if not fine:
+            return f"metric {index} is {metric!r}"
+    return None
 
 
 def migrate(content: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -106,9 +151,29 @@ def find_records(folder: Path) -> Iterator[Path]:
 
 
 def load_records(*folders: Path | str) -> list[EvalRecord]:
-    """All records at or below ``folders`` (run folders, folders of runs, or files), oldest first."""
-    records = [EvalRecord.load(path) for folder in folders for path in find_records(Path(folder))]
-    return sorted(records, key=lambda record: str(record.timing.get("started", "")))
+    """All records at or below ``folders`` (run folders, folders of runs, or files), oldest first.
+
+    Raises:
+        RecordError: a record that cannot be read; :func:`readable_records` leaves such out.
+    """
+    records, problems = readable_records(*folders)
+    if problems:
+        raise problems[0]
+    return records
+
+
+def readable_records(*folders: Path | str) -> tuple[list[EvalRecord], list[RecordError]]:
+    """The records at or below ``folders`` that can be read, oldest first and none twice, and what is wrong with others.
+
+    One damaged record must not hide the others.
+    """
+    records, problems = [], []
+    for path in dict.fromkeys(path.resolve() for folder in folders for path in find_records(Path(folder))):
+        try:
+            records.append(EvalRecord.load(path))
+        except RecordError as error:
+            problems.append(error)
+    return sorted(records, key=lambda record: str(record.timing.get("started", ""))), problems
 
 
 def save_predictions(path: Path, image_ids: list[str], values: Mapping[str, np.ndarray]) -> None:

@@ -39,7 +39,7 @@ def run_table(record: EvalRecord, folder: Path) -> str:
         + (f", {checkpoint['key']}" if checkpoint.get("key") else "")
         + f") on {data['reference']}",
         ", ".join(f"{role}: {split['images']:,} images" for role, split in (data["splits"] or {}).items())
-        + f", {data.get('classes', 0):,} classes",
+        + f", {data.get('classes', 0):,} class{'es' * (data.get('classes') != 1)}",
         "",
         tabulate(_metric_rows(record.metrics), headers="keys", disable_numparse=True),
         "",
@@ -127,7 +127,8 @@ def _record_rows(record: EvalRecord, every_metric: bool) -> list[dict[str, str]]
     }
     metrics = record.metrics if every_metric else [m for m in [headline(record)] if m]
     if not metrics:
-        return [base | {"metric": (record.error or {}).get("message", "").splitlines()[0] if record.error else ""}]
+        message = str((record.error or {}).get("message", ""))
+        return [base | {"metric": message.partition("\n")[0]}]
     return [
         base
         | {

@@ -9,11 +9,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from ibot_eval.own_network import from_module
 from ibot_eval.protocol import Artifact, EvalProtocol, Event, FrozenProtocol, Metric, Predictions, Session, Warning
 from ibot_eval.record import EvalRecord, save_predictions
 from ibot_eval.settings import CheckpointSettings, DataSettings, EngineSettings, OutputSettings, RunSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Interrupted(BaseException):
@@ -59,10 +56,15 @@ def with_defaults(settings: RunSettings) -> RunSettings:
 def load_any(settings: CheckpointSettings, cache: BankCache, seed: int) -> LoadedCheckpoint:
     """The checkpoint that ``--ckpt`` names, plug-in backbones (``NAME:REST``) included."""
     reference = settings.ckpt or ""
-    prefix, _, rest = reference.partition(":")
-    if rest and prefix in registry.entries("backbones"):
+    if _is_plugin(reference):
+        prefix, _, rest = reference.partition(":")
         return from_module(registry.load("backbones", prefix)(rest), reference)
     return load_checkpoint(settings, sha256=cache.remembered_sha256, seed=seed)
+
+
+def _is_plugin(reference: str) -> bool:
+    prefix, _, rest = reference.partition(":")
+    return bool(rest) and prefix in registry.entries("backbones")
 
 
 def run(
@@ -87,7 +89,10 @@ def run(
         UserError, KeyboardInterrupt, Interrupted or any fault of the protocol, after the record has been saved with
         status "error" or "interrupted".
     """
+    if not 0 <= settings.engine.seed < 1 << 63:
+        raise ConfigError(f"the seed {settings.engine.seed} is out of range", where="--seed", todo="use 0 to 2^63 - 1")
     device = distributed.init(settings.engine.device)
+    torch.manual_seed(settings.engine.seed)
     watch = provenance.Stopwatch()
     folder = _new_run_folder(name, settings) if distributed.is_main() else None
     folder = Path(distributed.broadcast_object(str(folder)))
@@ -110,8 +115,11 @@ def run(
         command=command if command is not None else provenance.command_line(),
     )
     record.checkpoint["reference"], record.data["reference"] = settings.checkpoint.ckpt, settings.data.data
-    save: Callable[[], Any] = (lambda: record.save(folder)) if distributed.is_main() else (lambda: None)
-    save()
+    try:
+        _save(record, folder)
+    except OSError as error:
+        folder.rmdir()
+        raise ConfigError(f"cannot write into {folder}: {error.strerror}", todo="choose another --output") from None
     stats: list[ExtractionStats] = []
     try:
         with _terminated_as_exception():
@@ -125,8 +133,15 @@ def run(
         raise
     finally:
         record.timing = watch.as_dict(device, stats[0].images_per_second if stats else None)
-        save()
+        # Failing to write the record must not hide why the run failed.
+        with suppress(OSError) if record.status != "success" else nullcontext():
+            _save(record, folder)
     return record
+
+
+def _save(record: EvalRecord, folder: Path) -> None:
+    if distributed.is_main():
+        record.save(folder)
 
 
 def _fill(
@@ -165,26 +180,31 @@ def _fill(
         progress=distributed.is_main(),
         asked=asked,
     )
-    torch.manual_seed(settings.engine.seed)
     if isinstance(protocol, FrozenProtocol):
+        protocol.check({role: len(split) for role, split in data.splits.items()}, session)
         requests = list(protocol.features())
         with watch.phase("extract"):
             banks, done = extract(requests, loaded, data, transform, cache, settings, device, cacheable=cacheable)
         stats.append(done)
-        record.data["skipped_images"] = {k: sorted(v) for k, v in done.skipped.items() if v}
         for role, skipped in done.skipped.items():
             if skipped:
-                record.warnings.append(f"{len(skipped)} unreadable images of {role} were left out")
+                record.data["skipped_images"][role] = sorted(skipped)
+                record.data["splits"][role]["images"] -= len(skipped)
+                named = ", ".join(sorted(skipped)[:3]) + (", …" if len(skipped) > 3 else "")
+                record.warnings.append(f"unreadable images of {role}, left out: {len(skipped)} ({named})")
+                say([f"warning: {record.warnings[-1]}"])
         _check_labels(banks, data)
         events = protocol.score(banks, session)
     else:
         events = protocol.run(loaded.backbone, session)
     method = settings.output.method or published.FAMILY_METHODS.get(loaded.backbone.family)
     data_name = settings.output.data_name or data.data_name
+    as_published = protocol.as_published() and loaded.report.key != "student"
     record.config.update(method=method, data_name=data_name)
     with watch.phase("score"):
         _collect(record, events, folder)
-    _add_published(record, protocol, data_name, method, loaded.backbone.architecture)
+    if as_published:
+        _add_published(record, protocol, data_name, method, loaded.backbone.architecture)
 
 
 def extract(
@@ -198,7 +218,18 @@ def extract(
     *,
     cacheable: bool = True,
 ) -> tuple[dict[FeatureRequest, FeatureBank], ExtractionStats]:
-    """The banks that ``requests`` name, from the cache or from one pass over the images."""
+    """The banks that ``requests`` name, from the cache or from one pass over the images.
+
+    Raises:
+        ConfigError: one block asked for under two names (11 and -1 of 12 blocks).
+    """
+    backbone = loaded.backbone
+    blocks = {(r.split, r.reducer, backbone.resolve_block(r.block), r.norm) for r in requests}
+    if len(blocks) < len(requests):
+        raise ConfigError(
+            f"--blocks names a block twice: {sorted({r.block for r in requests})} of {backbone.depth}",
+            todo="name each block once; -1 is the last",
+        )
     return extract_banks(
         requests,
         loaded,
@@ -211,7 +242,8 @@ def extract(
         workers=settings.engine.workers,
         bad_images=settings.data.bad_images,
         progress=distributed.is_main(),
-        cacheable=cacheable,
+        # No hash of ours covers the code of a plug-in either.
+        cacheable=cacheable and not _is_plugin(settings.checkpoint.ckpt or ""),
     )
 
 

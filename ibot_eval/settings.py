@@ -25,8 +25,8 @@ class CheckpointSettings:
     grid: tuple[int, int] | None = None
     """Rows and columns of the stored position embeddings, where they are not square and the file does not say."""
     pos_embed_resize: Literal["published", "scale", "size", "size-antialias"] = "published"
-    """How position embeddings are resized: as the family's published code does, by a scale factor (n + 0.1) / N,
-    or to the target size, without or with antialiasing."""
+    """How position embeddings are resized: published (as the family's own code does), scale (by the factor
+    (n + 0.1) / N), or to the target size, without or with antialiasing."""
     trust_pickle: bool = False
     """Open files that need arbitrary Python objects. This runs code from the file: only for files you trust."""
 

@@ -73,7 +73,8 @@ class KNN(FrozenProtocol[KNNConfig]):
     def __init__(self, config: KNNConfig) -> None:
         super().__init__(config)
         if not config.k or min(config.k) < 1 or len(set(config.k)) < len(config.k):
-            raise ConfigError(f"k must be different numbers from 1 up, not {_list(config.k)}", where="--k")
+            given = _list(config.k) or "none"
+            raise ConfigError(f"k must be different numbers from 1 up; given: {given}", where="--k")
         if not config.temperature > 0 or math.isinf(config.temperature):
             raise ConfigError(f"the temperature must be positive, not {config.temperature}", where="--temperature")
         if not config.blocks or len(set(config.blocks)) < len(config.blocks):
@@ -81,6 +82,20 @@ class KNN(FrozenProtocol[KNNConfig]):
 
     def features(self) -> Sequence[FeatureRequest]:
         return [r for split in dict.fromkeys(self._roles()) for r in self._requests(split)]
+
+    def as_published(self) -> bool:
+        """[CLS] of the last block, temperature 0.07, train against validation."""
+        own, published = self.config, KNNConfig()
+        names = ("temperature", "blocks", "pooling", "leave_one_out")
+        return all(getattr(own, name) == getattr(published, name) for name in names)
+
+    def check(self, sizes: Mapping[str, int], session: Session) -> None:
+        """Raises ConfigError for a k asked for by hand that is larger than the gallery."""
+        if "loo_split" in session.asked and not self.config.leave_one_out:
+            raise ConfigError("--loo-split has no effect without --leave-one-out", todo="add --leave-one-out")
+        size = sizes[self._roles()[0]] - self.config.leave_one_out
+        if "k" in session.asked and size > 0:
+            self._usable_k(size, by_hand=True)
 
     def score(self, banks: Mapping[FeatureRequest, FeatureBank], session: Session) -> Iterator[Event]:
         """Yields top1 and top5 for every k, warnings, and per-image predictions.
@@ -112,7 +127,7 @@ class KNN(FrozenProtocol[KNNConfig]):
 
         values: dict[str, np.ndarray] = {"label": labels}
         for i, k in enumerate(ks):
-            params = {"k": k, "temperature": self.config.temperature}
+            params: dict[str, Any] = {"k": k, "temperature": self.config.temperature, **self._variant()}
             values[f"top1@k={k}"] = predicted = classes[whole["predicted"][:, i]]
             for name, right in (("top1", predicted == labels), ("top5", whole["in_top5"][:, i])):
                 correct, n = int(right.sum()), len(labels)
@@ -133,20 +148,24 @@ class KNN(FrozenProtocol[KNNConfig]):
     @classmethod
     def figures(cls, *records: EvalRecord) -> Mapping[str, Figure]:
         """``accuracy_by_k``: top-1 with its interval and top-5 against k, and the published top-1 if there is one."""
+        from matplotlib import colormaps
+
         from ibot_eval.figures import new_figure
 
-        figure = new_figure(6.5, 4)
+        # The legend lies below the axes, a line a run: inside, long names would hide the curves.
+        figure = new_figure(6.5, 4 + 0.2 * len(records))
         axes = figure.subplots()
         for index, record in enumerate(records):
+            colour = f"C{index}" if len(records) <= 10 else colormaps["turbo"]((index + 0.5) / len(records))
             for name, label, style in (("top1", "top-1", "-"), ("top5", "top-5", ":")):
                 metrics = sorted((m for m in record.metrics if m["name"] == name), key=lambda m: m["params"]["k"])
                 k = [m["params"]["k"] for m in metrics]
-                whose = f"{label}, {record.run}" if len(records) > 1 else label
+                whose = label if len(records) == 1 else record.run if name == "top1" else None
                 values = [m["value"] for m in metrics]
-                axes.plot(k, values, style, marker="o", markersize=4, color=f"C{index}", label=whose)
+                axes.plot(k, values, style, marker="o", markersize=4, color=colour, label=whose)
                 intervals = [m.get("interval") or (m["value"], m["value"]) for m in metrics]
                 low, high = [low for low, _ in intervals], [high for _, high in intervals]
-                axes.fill_between(k, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
+                axes.fill_between(k, low, high, color=colour, alpha=0.15, linewidth=0)
         metrics = [m for record in records for m in record.metrics]
         for value in sorted({m["published"]["value"] for m in metrics if m["name"] == "top1" and m.get("published")}):
             axes.axhline(value, linestyle="--", color="grey", label=f"published top-1 {value:g}")
@@ -154,11 +173,16 @@ class KNN(FrozenProtocol[KNNConfig]):
         ticks = sorted({m["params"]["k"] for m in metrics})
         axes.set_xticks(ticks, [str(t) for t in ticks])
         axes.minorticks_off()
-        title = f"k-NN, {records[0].run}" if len(records) == 1 else "k-NN"
+        title = f"k-NN, {records[0].run}" if len(records) == 1 else "k-NN: top-1 solid, top-5 dotted"
         axes.set(xlabel="k", ylabel="accuracy (%), shaded: 95 % interval", title=title)
-        # Below the axes: inside, long run names would hide the curves.
         figure.legend(loc="outside lower center", fontsize="small")
         return {"accuracy_by_k": figure}
+
+    def _variant(self) -> dict[str, Any]:
+        """Settings other than the usual ones, for the metrics' params: they tell rows of a report apart."""
+        usual, own = KNNConfig(), self.config
+        names = ("blocks", "pooling", "leave_one_out")
+        return {name: getattr(own, name) for name in names if getattr(own, name) != getattr(usual, name)}
 
     def _roles(self) -> tuple[Split, Split]:
         """Splits of the gallery and of the queries."""

@@ -10,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -240,11 +241,19 @@ def test_shards_of_different_kinds_do_not_fit(cache):
 
 @pytest.mark.parametrize(("n", "batch"), [(1, 64), (10, 2), (1500, 64), (1_281_167, 64), (1000, 3), (5000, 4096)])
 def test_shards_are_whole_batches(n, batch):
-    parts = shards(n, batch)
+    parts = shards(n, batch, 1536)
     assert parts[0].start == 0
     assert parts[-1].stop == n
     assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
     assert all(p.start % batch == 0 and 0 < p.stop - p.start <= max(1024, batch) for p in parts)
+
+
+def test_shards_are_bounded_in_bytes():
+    patches = 1369 * 1024 * 2  # ViT-L/14 at 518 pixels
+    parts = shards(1_281_167, 64, patches)
+    assert parts[0] == (0, 64)
+    assert shards(1_281_167, 16, patches)[0] == (0, 80), "five batches of 16 fit into 256 MiB"
+    assert shards(1_281_167, 64, 0)[0] == (0, 1024)
 
 
 def test_a_full_disk_leaves_nothing_that_looks_whole(cache, monkeypatch):
@@ -314,6 +323,19 @@ def test_mapped_banks_outlive_their_removal(cache):
     np.testing.assert_array_equal(bank.features, ROWS)
 
 
+def test_a_bank_removed_while_it_is_opened_is_no_damage(cache, monkeypatch):
+    key = make(cache)
+    load = np.load
+
+    def removed_meanwhile(path: Path, **settings: Any) -> np.ndarray:
+        if path.name == "labels.npy":
+            BankCache(cache.root).rm([key])
+        return load(path, **settings)
+
+    monkeypatch.setattr("ibot_eval.cache.np.load", removed_meanwhile)
+    assert cache.open(key) is None
+
+
 def test_the_lock_waits_and_says_so(cache, capfd):
     order = []
 
@@ -361,6 +383,10 @@ def test_checkpoint_hashes_are_remembered(cache, tmp_path, monkeypatch):
     path.write_bytes(b"changed")
     aged(path, 50)
     assert cache.remembered_sha256(path) == hashlib.sha256(b"changed").hexdigest()
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_bytes(b"another")
+    os.utime(path, ns=times)
+    assert cache.remembered_sha256(path) == hashlib.sha256(b"another").hexdigest(), "same size, time restored"
     other = tmp_path / "b.pth"
     other.write_bytes(b"other")
     aged(other)
@@ -399,3 +425,32 @@ def test_npy_header_agrees_with_numpy(tmp_path):
     np.save(path, np.asfortranarray(ROWS))
     with pytest.raises(ValueError, match="C order"):
         npy_header(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"created": "yesterday"},
+        {"created": 5},
+        {"source": 1},
+        {"about": []},
+        {"shape": "x"},
+        {"n": "many"},
+        {"files": 3},
+    ],
+    ids=str,
+)
+def test_a_spoilt_manifest_keeps_no_bank_from_being_listed_and_removed(cache, change):
+    key, other = make(cache), make(cache, SOURCE | {"split": "train"})
+    path = cache.root / "banks" / key / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert {info.key for info in cache.ls()} == {key, other}
+    cache.verify([key, other])
+    cache.rm([key])
+    assert {info.key for info in cache.ls()} == {other}
+
+
+def test_the_command_that_removes_a_bank_names_the_cache_where_it_is_not_the_usual_one(cache, monkeypatch):
+    assert cache.removal("0123456789abcdef") == f"`ibot-eval cache rm 0123456789ab --cache {cache.root}`"
+    monkeypatch.setenv("IBOT_EVAL_CACHE", str(cache.root))
+    assert cache.removal("0123456789abcdef") == "`ibot-eval cache rm 0123456789ab`"

@@ -113,6 +113,27 @@ def test_hugging_face_beit(tmp_path: Path, shared: bool) -> None:
     torch.testing.assert_close(pooled, answer.pooler_output, rtol=1e-5, atol=1e-5)
 
 
+def test_hugging_face_beit_of_pre_training(tmp_path: Path) -> None:
+    config = transformers.BeitConfig(**WIDE, use_shared_relative_position_bias=True, vocab_size=20)
+    model = transformers.BeitForMaskedImageModeling(config)
+    loaded = hugging_face(tmp_path, model)
+    with torch.no_grad():
+        trunk = model.beit(images()).last_hidden_state
+        found = loaded.backbone.outputs(images()).blocks[0]
+        torch.testing.assert_close(found.cls, model.layernorm(trunk)[:, 0], rtol=1e-5, atol=1e-5)
+    assert loaded.report.family == "beit"
+    assert loaded.report.unexpected == []
+
+
+def test_hugging_face_beit_with_absolute_positions(tmp_path: Path) -> None:
+    model = transformers.BeitModel(transformers.BeitConfig(**WIDE, use_absolute_position_embeddings=True))
+    loaded = hugging_face(tmp_path, model)
+    with torch.no_grad():
+        found = loaded.backbone.outputs(images(), norm="none").blocks[0].cls
+        torch.testing.assert_close(found, model(images()).last_hidden_state[:, 0], rtol=1e-5, atol=1e-5)
+    assert loaded.report.family == "beit"
+
+
 def test_hugging_face_classifier(tmp_path: Path) -> None:
     model = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**TINY, num_labels=7))
     loaded = hugging_face(tmp_path, model)

@@ -314,7 +314,7 @@ def test_timm_names_with_registers_and_no_cls(tmp_path: Path) -> None:
 
 
 def test_options_of_the_blocks_are_inferred(tmp_path: Path) -> None:
-    net = layouts.vit(qkv_bias=False, qk_norm=True, pre_norm=True, mlp_ratio=3)
+    net = layouts.vit(qkv_bias=False, qk_norm=True, mlp_ratio=3)
     assert_same(read(tmp_path, net.state_dict(), heads=3), net)
 
 

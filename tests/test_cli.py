@@ -48,6 +48,11 @@ def test_help_names_every_command() -> None:
         (["report", "nowhere"], ["no such folder: nowhere"]),
         (["plot"], ["no run is named"]),
         (["cache", "rm"], ["--all"]),
+        (["cache", "ls", "--cache", "nowhere"], ["no folder nowhere"]),
+        (["inspect", "--ckpt", "random:"], ["timm has no network ''"]),
+        (["inspect", "--ckpt", "timm:zzzz"], ["zzzz", "more"]),
+        (["knn", "--mean", "nan", "0", "0"], ["--mean nan 0.0 0.0", "must be numbers"]),
+        (["knn", "--batch-size", "0"], ["--batch-size 0"]),
         (["knn", "--name", "../up"], ["'../up' cannot name a run"]),
         (["knn", "--output", "/dev/null/runs"], ["cannot create the run folder"]),
         (["knn", "--device", "cuda:17"], ["cuda"]),
@@ -65,7 +70,7 @@ def test_mistakes_are_explained(
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
-    assert captured.err.startswith("ibot-eval: error: ")
+    assert [line for line in captured.err.splitlines() if line.startswith("ibot-eval: error: ")]
     assert captured.out == ""
     for message in messages:
         assert message in captured.err
@@ -106,6 +111,21 @@ def test_later_flags_win_over_the_recipe(tmp_path: Path) -> None:
     assert call.config.temperature == 0.5
     assert call.config.blocks == (-1, -2)
     assert call.settings.data.crop == 64
+
+
+def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in (b"root:x:0:0:root:/root:/bin/bash\n", b"", b"{}", b"PK\x03\x04 not a zip", b"\x80\x02]q\x00."):
+        path = tmp_path / "x.pth"
+        path.write_bytes(content)
+        assert cli.main(["inspect", "--ckpt", str(path)]) == 2
+        errors = capsys.readouterr().err
+        assert str(path) in errors
+        assert "Traceback" not in errors
+
+
+def test_a_checkpoint_is_shown_without_a_cache_that_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "--ckpt", "demo", "--cache", "/proc/nowhere"]) == 0
+    assert "the weights are random" in capsys.readouterr().out
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -332,6 +332,7 @@ class TestDemo:
         assert one.fingerprint == two.fingerprint
         small = open_data(DataSettings(data="demo", train_per_class=5))
         assert len(small.splits["train"]) == 50
+        assert small.splits["train"].source == one.splits["train"].source == "demo/train"
         assert small.splits["train"].fingerprint != one.splits["train"].fingerprint
         assert pickle.loads(pickle.dumps(small.splits["train"])).fingerprint == small.splits["train"].fingerprint
 

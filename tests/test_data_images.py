@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
 import warnings
 from pathlib import Path
@@ -191,6 +193,19 @@ def test_no_permission_is_never_a_bad_image(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Image, "open", refuse)
     with pytest.raises(DataError, match="no permission to read") as caught:
+        load_rgb(tmp_path / "a.png", "a.png")
+    assert not isinstance(caught.value, BadImage)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT])
+def test_trouble_of_the_system_is_never_a_bad_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(DataError, match=os.strerror(number)) as caught:
         load_rgb(tmp_path / "a.png", "a.png")
     assert not isinstance(caught.value, BadImage)
 

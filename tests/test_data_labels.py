@@ -91,6 +91,17 @@ def test_integers_from_1_with_images_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, text, "run from 1 to 4", "4 classes are numbered 0 to 3")
 
 
+@pytest.mark.parametrize("wrong", ["0", "5", "n1"])
+def test_one_wrong_line_does_not_turn_names_into_indices(tmp_path: Path, wrong: str) -> None:
+    text = "".join(f"{f} {c}\n" for f, c in zip(FILES, ["1", "2", wrong], strict=True))
+    refused(tmp_path, text, "line 3", f"'{wrong}'", "'1' in line 1", classes=["1", "2", "3", "4"])
+
+
+def test_an_index_among_names_is_refused(tmp_path: Path) -> None:
+    text = "".join(f"{f} {c}\n" for f, c in zip(FILES, ["n01440764", "1", "n01443537"], strict=True))
+    refused(tmp_path, text, "line 2", "'1'")
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -196,3 +198,18 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_batches_do_not_need_shared_memory(tmp_path: Path) -> None:
+    """A full /dev/shm made torch lose a batch and wait for it for ever; a limit on file sizes does the same."""
+    code = (
+        "import resource, numpy as np; from ibot_eval.data.loading import image_loader; "
+        "from ibot_eval.data.opening import open_data; from ibot_eval.data.transforms import EvalTransform; "
+        "from ibot_eval.settings import DataSettings; "
+        "transform = EvalTransform(64, 64, 'bicubic', (0.5,) * 3, (0.5,) * 3); "
+        "split = open_data(DataSettings(data='demo')).splits['test']; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+        "print(sum(len(batch.indices) for batch in image_loader(split, transform, [range(16), range(16, 32)], 1)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "32", done.stderr

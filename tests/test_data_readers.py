@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import struct
@@ -62,6 +63,7 @@ class TestTorch:
         assert data.data_name is None
         assert len(data.splits["train"]) == 20
         assert data.split_names == {"train": "test", "test": "test"}
+        assert data.splits["train"].source == "torch/mnist/test"
 
     def test_cifar(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pixels = np.stack([images.picture(32, 32, seed) for seed in range(6)])
@@ -214,6 +216,25 @@ class TestFromDatasets:
         data = Data.from_datasets([(tmp_path / "bad.png", 0)])
         with pytest.raises(BadImage, match=r"train/0000000 \(.*bad\.png\)"):
             data.splits["train"].load(0)
+
+    def test_trouble_of_the_system_is_never_a_bad_image(self) -> None:
+        class Items(list[Any]):
+            error: OSError | None = None
+
+            def __getitem__(self, i: Any) -> Any:
+                if self.error is not None:
+                    raise self.error
+                return super().__getitem__(i)
+
+        items = Items([(Image.new("RGB", (2, 2)), 0)])
+        split = Data.from_datasets(items).splits["train"]
+        items.error = OSError(errno.EIO, "Input/output error")
+        with pytest.raises(DataError, match="Input/output error") as caught:
+            split.load(0)
+        assert not isinstance(caught.value, BadImage)
+        items.error = OSError("image file is truncated")
+        with pytest.raises(BadImage, match="truncated"):
+            split.load(0)
 
     @pytest.mark.parametrize(
         ("train", "message"),

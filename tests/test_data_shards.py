@@ -136,6 +136,15 @@ def test_a_bad_image_is_named(folder: Path) -> None:
         opened(folder).splits["test"].load(2)
 
 
+def test_a_shard_that_cannot_be_read_is_no_bad_image(folder: Path) -> None:
+    split = opened(folder).splits["test"]
+    for path in folder.glob("val*.tar"):
+        path.unlink()
+    with pytest.raises(DataError, match="cannot read") as caught:
+        split.load(0)
+    assert not isinstance(caught.value, BadImage)
+
+
 def test_nothing_there(folder: Path) -> None:
     with pytest.raises(DataError, match="no folder"):
         opened(folder / "none")

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import gc
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from ibot_eval.bank_writer import BankWriter, Shard, shards
 from ibot_eval.cache import BankCache
 from ibot_eval.errors import BadImage, CacheError, ConfigError, DataError
 from ibot_eval.extraction import default_workers, extract_banks
@@ -112,15 +115,16 @@ def test_old_features_are_never_used_for_something_else(cache, splits, change):
     assert backbone.forwarded > 0
 
 
-def test_overrides_and_the_resize_rule_are_part_of_the_key(cache, splits):
+def test_overrides_identity_and_the_resize_rule_are_part_of_the_key(cache, splits):
     loaded = fake_loaded()
     settings = {"device": CPU, "batch_size": 2, "workers": 0, "progress": False}
     seen = set()
-    for overrides, resize in (({}, None), ({"heads": 3}, None), ({}, "size")):
-        loaded.report.overrides, loaded.backbone.resize = overrides, resize
+    changes = [({}, {}, None), ({"heads": 3}, {}, None), ({}, {}, "size"), ({}, {"eps": 1e-5}, None)]
+    for overrides, identity, resize in changes:
+        loaded.report.overrides, loaded.report.identity, loaded.backbone.resize = overrides, identity, resize
         banks, _ = extract_banks([CLS], loaded, splits, TRANSFORM, cache, **settings)
         seen.add(banks[CLS].manifest["key"])
-    assert len(seen) == 3
+    assert len(seen) == 4
 
 
 def test_reduced_precision_is_used_and_stored_as_float32(cache, splits):
@@ -273,6 +277,37 @@ def test_the_same_images_under_two_names_take_one_pass(cache):
     banks, stats = extract([CLS, FeatureRequest("test")], cache, {"train": split, "test": split}, backbone)
     assert (backbone.forwarded, stats.reused) == (5, 1)
     np.testing.assert_array_equal(banks[CLS].features, banks[FeatureRequest("test")].features)
+
+
+def test_patches_are_stored_in_shards_that_memory_holds(cache, splits, monkeypatch):
+    sizes = []
+
+    def spy(n: int, batch_size: int, size: int) -> list[Shard]:
+        sizes.append(size)
+        return shards(n, batch_size, size)
+
+    monkeypatch.setattr("ibot_eval.extraction.shards", spy)
+    requests = [FeatureRequest("train", 0, "none", "patches"), FeatureRequest("train", 1)]
+    banks, _ = extract(requests, cache, splits)
+    assert sizes == [sum(banks[request].features[0].nbytes for request in requests)]
+
+
+def test_a_bank_that_vanishes_is_said_to_be_removed(cache, splits, monkeypatch):
+    finish = BankWriter.finish
+
+    def removed_at_once(writer: BankWriter, *arguments: Any) -> None:
+        finish(writer, *arguments)
+        shutil.rmtree(cache.root / "banks" / writer.key)
+
+    monkeypatch.setattr(BankWriter, "finish", removed_at_once)
+    with pytest.raises(CacheError, match="was removed while this run"):
+        extract([CLS], cache, splits)
+
+
+def test_cache_ls_tells_whose_images_they_are(cache, splits):
+    splits["train"].source = "demo/train"
+    extract([CLS, FeatureRequest("test")], cache, splits)
+    assert sorted(str(info.data) for info in cache.ls()) == ["demo/train", "val"]
 
 
 def test_no_request_is_no_work(cache, splits):

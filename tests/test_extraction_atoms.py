@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ibot_eval import reducers
-from ibot_eval.atoms import Atom, atomic_outputs, resolve
+from ibot_eval.atoms import Atom, atomic_outputs, resolve, row_bytes
 from ibot_eval.errors import ConfigError
 from ibot_eval.features import FeatureRequest
 from ibot_eval.models import ModuleBackbone, wrap
@@ -172,10 +172,10 @@ def small_swin():
     )
 
 
-def small_resnet():
+def small_resnet(channels=(4, 4, 8, 8)):
     from timm.models.resnet import BasicBlock, ResNet
 
-    return wrap(ResNet(BasicBlock, (1, 1, 1, 1), channels=(4, 4, 8, 8)))
+    return wrap(ResNet(BasicBlock, (1, 1, 1, 1), channels=channels))
 
 
 @pytest.mark.parametrize(
@@ -198,6 +198,15 @@ def test_networks_agree_with_their_published_norm(make):
                 got = backbone.apply_norm(raw[block], block, norm)
                 for a, b in zip(got, expected, strict=True):
                     assert torch.equal(a, b), (norm, block)
+
+
+@pytest.mark.parametrize("make", [small_vit, small_swin, lambda: small_resnet((2, 4, 8, 16))])
+def test_the_size_of_patches_is_foreseen(make):
+    backbone, side = make().eval(), 64
+    for block in range(backbone.depth):
+        atom = Atom(block, "none", "patches")
+        patches = atomic_outputs(backbone, None, torch.zeros(1, 3, side, side), [atom])[atom]
+        assert row_bytes(atom, backbone, side) == patches[0].numel() * 2
 
 
 def test_a_narrow_block_has_no_final_norm():

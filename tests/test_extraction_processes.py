@@ -30,15 +30,17 @@ def extraction(
     cacheable: bool = True,
     on: int | None = None,
     network: dict[str, Any] | None = None,
+    sha256: str = "a" * 64,
 ) -> dict[str, Any]:
-    """Extracts ``REQUESTS``; the settings of the network hold on rank ``on`` only, if given."""
+    """Extracts ``REQUESTS``; network and sha256 hold on rank ``on`` only, if given."""
     device = distributed.init("cpu")
-    backbone = FakeBackbone(**(network or {}) if on in (None, distributed.rank()) else {})
+    mine = on in (None, distributed.rank())
+    backbone = FakeBackbone(**(network or {}) if mine else {})
     out: dict[str, Any] = {}
     try:
         banks, stats = extract_banks(
             REQUESTS,
-            fake_loaded(backbone),
+            fake_loaded(backbone, sha256=sha256 if mine else "a" * 64),
             {"train": FakeSplit(n, bad=bad)},
             TRANSFORM,
             BankCache(folder),
@@ -92,6 +94,12 @@ def test_an_error_on_one_rank_reaches_all(tmp_path):
     ranks = run_ranks(3, in_process, tmp_path, {"on": 1, "network": {"nan_at": 0}}, timeout=30)
     assert [("NaN" in out["error"], "train/002.png" in out["error"]) for out in ranks] == [(True, True)] * 3
     assert not any(info.complete for info in BankCache(tmp_path).ls())
+
+
+def test_ranks_with_different_checkpoints_are_refused(tmp_path):
+    ranks = run_ranks(2, in_process, tmp_path, {"on": 1, "sha256": "b" * 64}, timeout=30)
+    assert ["rank 1 differs from rank 0 in checkpoint," in out.get("error", "") for out in ranks] == [True, True]
+    assert [out["own"] for out in ranks] == [0, 0]
 
 
 def test_a_killed_extraction_resumes(tmp_path):

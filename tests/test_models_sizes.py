@@ -230,6 +230,16 @@ def test_beit_at_another_size(shared: bool) -> None:
         assert torch.equal(tensor, before[name]), f"{name} was changed by visiting another size"
 
 
+def test_what_beit_keeps_per_size_is_the_small_table() -> None:
+    backbone: Any = wrap(layouts.beit().requires_grad_(False))
+    with torch.no_grad():
+        for side in (64, 128, 64):
+            backbone.outputs(torch.zeros(1, 3, side, side))
+    kept = [tensor for cache in backbone._tables for pair in cache._kept.values() for tensor in pair]
+    assert len(kept) == 2 * 2 * 2, "two blocks, two sizes, each with its source"
+    assert max(tensor.numel() for tensor in kept) == (31 * 31 + 3) * 3
+
+
 def test_bias_table_keeps_cls_entries_and_near_distances() -> None:
     """Distances 0 and 1 lie on knots of the geometric layout, so the spline returns them exactly."""
     table = torch.randn(13 * 13 + 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -13,10 +13,10 @@ from ibot_eval.errors import ConfigError
 
 def test_values_become_flags(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text("train_per_class: 5\nk: [10, 20]\ndownload: true\nleave_one_out: false\nmethod: iBOT v1\ncrop:\n")
+    path.write_text("train_per_class: 5\nk: [10, 20]\ndownload: true\nleave_one_out: false\nmethod: iBOT v1\n")
     assert recipes.flags(path) == [
         *("--train-per-class", "5", "--k", "10", "20", "--download", "--no-leave-one-out"),
-        *("--method", "iBOT v1", "--crop", "None"),
+        *("--method", "iBOT v1"),
     ]
 
 
@@ -29,6 +29,8 @@ def test_values_become_flags(tmp_path: Path) -> None:
         ("a: [1\n", "cannot read the recipe"),
         ("recipe: other\n", "cannot hold the setting 'recipe'"),
         ("launch: local:2\n", "cannot hold the setting 'launch'"),
+        ("crop:\n", "crop has no value"),
+        ("k: []\n", "k has no value"),
         ("1: 2\n", "cannot hold the setting 1"),
     ],
 )

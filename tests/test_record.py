@@ -78,12 +78,36 @@ def test_files_that_are_not_records_are_refused_by_name(tmp_path: Path, content:
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metrics": None},
+        {"timing": None},
+        {"config": []},
+        {"checkpoint": "x"},
+        {"error": "text"},
+        {"status": "fine"},
+        {"metrics": [1]},
+        {"metrics": [{"name": "top1", "value": 1.0, "unit": "%"}]},
+        {"metrics": [{"name": "top1", "value": "high", "unit": "%", "params": {}}]},
+        {"metrics": [{"name": "top1", "value": 1.0, "unit": "%", "params": {}, "interval": [1.0]}]},
+    ],
+    ids=str,
+)
+def test_records_with_wrong_content_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(small_record().as_dict() | change))
+    with pytest.raises(RecordError, match="is damaged"):
+        EvalRecord.load(path)
+
+
 def test_records_are_found_below_a_folder_and_sorted_by_start(tmp_path: Path) -> None:
     for name, started in (("b", "2026-01-02"), ("a", "2026-01-03"), ("c/d", "2026-01-01")):
         (tmp_path / name).mkdir(parents=True)
         small_record(run=name.replace("/", "-"), timing={"started": started}).save(tmp_path / name)
     assert [record.run for record in load_records(tmp_path)] == ["c-d", "b", "a"]
     assert len(list(find_records(tmp_path / "a"))) == 1
+    assert len(load_records(tmp_path, tmp_path / "a")) == 3, "none twice"
     with pytest.raises(RecordError, match="no such folder"):
         load_records(tmp_path / "nowhere")
 

@@ -8,11 +8,19 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from ibot_eval import registry
+from ibot_eval import registry, runner
+from ibot_eval.cache import BankCache
+from ibot_eval.data.opening import open_data
+from ibot_eval.data.transforms import eval_transform
 from ibot_eval.errors import ConfigError, MissingExtra
+from ibot_eval.features import FeatureRequest
+from ibot_eval.settings import CheckpointSettings, DataSettings, EngineSettings, RunSettings
 from tests.conftest import Run
+from tests.fakes import FakeBackbone
 
 
 @pytest.fixture
@@ -88,3 +96,28 @@ def test_the_plugins_protocol_and_backbone_run(plugin: str, ibot_eval: Run, tmp_
     assert '"protocol": "centroid"' in done.stdout
     assert '"architecture": "colour/16"' in done.stdout
     assert len(list(tmp_path.glob("runs/*/record.json"))) == 1
+
+
+def scaled(rest: str) -> FakeBackbone:
+    """Its weights are the same whatever the scale."""
+    return FakeBackbone(scale=float(rest))
+
+
+def test_plugin_backbones_never_share_a_bank(points: list[EntryPoint], tmp_path: Path) -> None:
+    points.append(point("scaled", "tests.test_registry:scaled", "ibot_eval.backbones"))
+    cache = BankCache(tmp_path / "cache")
+    features = []
+    for reference in ("scaled:1", "scaled:2"):
+        settings = RunSettings(
+            checkpoint=CheckpointSettings(ckpt=reference),
+            data=DataSettings(data="demo", resize=8, crop=8, test_per_class=1),
+            engine=EngineSettings(workers=0),
+        )
+        loaded = runner.load_any(settings.checkpoint, cache, seed=0)
+        data, request = open_data(settings.data, roles=("test",)), FeatureRequest("test", norm="none")
+        transform = eval_transform(settings.data, loaded.backbone)
+        banks, stats = runner.extract([request], loaded, data, transform, cache, settings, torch.device("cpu"))
+        assert stats.reused == 0
+        features.append(np.array(banks[request].features))
+    np.testing.assert_array_equal(features[0] * 2, features[1])
+    assert cache.ls() == []

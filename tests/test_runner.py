@@ -146,7 +146,8 @@ def test_bad_images_can_be_skipped_and_are_counted(images: Path, checkpoint: Pat
     assert record.data["skipped_images"] == {"train": ["train/blue/3.png"], "test": ["val/red/0.png"]}
     assert {m["n"] for m in record.metrics} == {8}
     assert "val/red/0.png" not in load_predictions(folder / "predictions.npz")["image_ids"]
-    assert any("1 unreadable images of test" in w for w in record.warnings)
+    assert record.data["splits"]["test"]["images"] == 8, "what was evaluated"
+    assert any("left out: 1 (val/red/0.png)" in w for w in record.warnings)
     # The bank of a run that skipped must not serve a run that is to stop.
     assert knn(images, checkpoint, tmp_path / "again") == 2
     error = only_record(tmp_path / "again")[0].error
@@ -322,6 +323,75 @@ def test_an_error_on_the_ranks_ends_all_of_them_with_code_2(images: Path, checkp
     assert done.stderr.count("ibot-eval: error") == 1
     assert "Traceback" not in done.stderr
     assert time.monotonic() - begin < 100
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ending_a_launched_run_is_no_fault(
+    images: Path, checkpoint: Path, tmp_path: Path, signum: signal.Signals, code: int
+) -> None:
+    options = ("knn", "--ckpt", checkpoint, "--heads", 2, "--data", images, *SMALL, "--launch", "local:2")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ibot_eval", *map(str, options), "--output", str(tmp_path / "runs")],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not list(tmp_path.glob("runs/*/record.json")):
+        time.sleep(0.05)
+        assert process.poll() is None
+    os.killpg(process.pid, signum)
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    assert process.wait(60) == code, errors
+    assert "SignalException" not in errors
+
+
+def test_published_numbers_stand_beside_the_published_protocol_only(images: Path, tmp_path: Path) -> None:
+    def published(**settings: object) -> list[object]:
+        record = api.evaluate(
+            module, "knn", images, crop=32, resize=32, output=tmp_path, workers=0, k=(5, 10), **names, **settings
+        )
+        return [m["published"] for m in record.metrics if m["name"] == "top1"]
+
+    module, names = Colours(), {"data_name": "ImageNet-1K", "method": "iBOT"}
+    from ibot_eval.models import ModuleBackbone
+
+    module = ModuleBackbone(module, image_size=32, name="vit-s/16")
+    assert published() == [None, {"value": 75.2, "source": "published iBOT README, model table"}]
+    assert published(temperature=0.1) == [None, None]
+    assert published(leave_one_out=True) == [None, None]
+
+
+def test_settings_that_cannot_be_are_refused_before_the_features_are_extracted(
+    images: Path, checkpoint: Path, tmp_path: Path, private_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("k: [1000]\n")
+    for arguments, message in (
+        (("--k", 19), "19"),
+        (("--recipe", recipe), "1000"),
+        (("--blocks", 1, -1), "names a block twice"),
+        (("--loo-split", "train"), "--leave-one-out"),
+        (("--seed", 1 << 70), "the seed"),
+    ):
+        common = ("--ckpt", checkpoint, "--heads", 2, "--data", images, "--output", tmp_path / "runs")
+        assert run_here("knn", *common, *SMALL, *arguments) == 2
+        assert message in capsys.readouterr().err
+    assert not list(private_cache.glob("banks/*"))
+
+
+def test_places_that_cannot_be_written_are_named(
+    images: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("--ckpt", checkpoint, "--heads", 2, "--data", images, *SMALL)
+    (tmp_path / "folder.npz").mkdir()
+    for out in ("/proc/x.npz", tmp_path / "folder.npz", checkpoint / "x.npz"):
+        assert run_here("extract", *common, "--out", out, "--overwrite") == 2
+        assert f"cannot write {out}" in capsys.readouterr().err
+    assert knn(images, checkpoint, tmp_path / "runs", "--name", "a") == 0
+    for out in ("/proc/nope", checkpoint):
+        assert run_here("plot", tmp_path / "runs", "--out", out) == 2
+        assert "Traceback" not in capsys.readouterr().err
 
 
 def test_names_of_runs_tell_protocol_checkpoint_and_data(images: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ class Cache:
 
         from ibot_eval.cache import BankCache
 
+        if self.cache is not None and not self.cache.is_dir():
+            raise ConfigError(f"there is no folder {self.cache}", where="--cache")
         cache = BankCache(self.cache)
         banks = cache.ls()
         chosen = banks if not self.keys else [b for b in banks if any(b.key.startswith(k) for k in self.keys)]
@@ -54,7 +56,7 @@ class Cache:
                     f"{b.split} block {b.block} {b.norm} {b.reducer}",
                     b.checkpoint,
                     b.data,
-                    b.created,
+                    f"{b.created:%Y-%m-%d %H:%M}",
                 )
                 for b in chosen
             ]
@@ -75,7 +77,8 @@ class Cache:
             print(text)
         if damaged:
             raise CacheError(
-                f"{len(damaged)} of {len(whole)} banks are damaged", todo="remove them: ibot-eval cache rm"
+                f"{len(damaged)} of {len(whole)} banks are damaged",
+                todo=f"remove them: {cache.removal(*sorted({d.key for d in damaged}))}",
             )
         print(f"{len(whole)} banks verified, none damaged")
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,14 +29,17 @@ class Plot:
             raise ConfigError("no run is named", todo="ibot-eval plot runs/NAME …")
         from ibot_eval import registry
         from ibot_eval.figures import save_figure
-        from ibot_eval.record import EvalRecord, find_records
+        from ibot_eval.record import find_records, readable_records
 
         paths = [path for folder in self.runs for path in find_records(folder)]
-        records = [EvalRecord.load(path) for path in paths]
+        records, problems = readable_records(*self.runs)
+        for problem in problems:
+            print(f"left out: {problem}", file=sys.stderr)
         usable = [record for record in records if record.status == "success"]
         if not usable:
             raise ConfigError(
-                f"none of the {len(records)} runs given ended well, so there is nothing to draw",
+                "no run to draw: "
+                + (f"none of the {len(records)} given ended well" if records else f"none in {self.runs[0]}"),
                 todo="ibot-eval report shows how they ended",
             )
         out = self.out or (paths[0].parent / "figures" if len(paths) == 1 else Path("figures"))

@@ -25,27 +25,18 @@ class Report:
 
     def run(self) -> int:
         from ibot_eval.errors import ConfigError
-        from ibot_eval.record import EvalRecord, find_records
+        from ibot_eval.record import readable_records
         from ibot_eval.reporting import records_table
 
         if self.format not in ("table", "md", "csv"):
             raise ConfigError(f"unknown format {self.format!r}", todo="use table, md or csv")
-        records: list[EvalRecord] = []
-        broken = 0
-        for folder in self.runs:
-            for path in find_records(folder):
-                try:
-                    records.append(EvalRecord.load(path))
-                except RecordError as error:
-                    # One damaged record must not hide the others.
-                    broken += 1
-                    print(f"left out: {error}", file=sys.stderr)
+        records, problems = readable_records(*self.runs)
+        for problem in problems:
+            print(f"left out: {problem}", file=sys.stderr)
         if not records:
             raise RecordError(
-                f"no records in {', '.join(map(str, self.runs))}"
-                + (f" that can be read ({broken} cannot)" * bool(broken)),
+                f"no record that can be read in {', '.join(map(str, self.runs))}",
                 todo="run a protocol first: ibot-eval knn",
             )
-        records.sort(key=lambda record: str(record.timing.get("started", "")))
         print(records_table(records, self.format, every_metric=self.all))
         return 0

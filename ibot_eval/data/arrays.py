@@ -16,14 +16,18 @@ from ibot_eval.data.splits import Data, ImageSplit, hash_lines
 class ArraySplit(ImageSplit):
     """Images that are one array."""
 
-    def __init__(self, name: str, image_ids: Sequence[str], labels: np.ndarray, images: np.ndarray) -> None:
+    def __init__(
+        self, name: str, image_ids: Sequence[str], labels: np.ndarray, images: np.ndarray, source: str = ""
+    ) -> None:
         """
         Args:
             name: the split's own name.
             image_ids: n unique names.
             labels: (n,) int64.
             images: (n, H, W) greyscale or (n, H, W, 3) RGB, uint8.
+            source: what people call the images.
         """
+        self.source = source
         self.name, self.image_ids, self.images = name, list(image_ids), images
         self.labels = np.asarray(labels, np.int64)
 
@@ -32,7 +36,7 @@ class ArraySplit(ImageSplit):
 
     def take(self, indices: Sequence[int] | np.ndarray) -> ArraySplit:
         ids = [self.image_ids[i] for i in indices]
-        return ArraySplit(self.name, ids, self.labels[indices], self.images[indices])
+        return ArraySplit(self.name, ids, self.labels[indices], self.images[indices], self.source)
 
     def _fingerprint(self) -> str:
         pixels = hashlib.sha256(np.ascontiguousarray(self.images).data).hexdigest()
@@ -57,7 +61,11 @@ def open_demo(roles: Sequence[str]) -> Data:
             chosen["test" if rank % 4 == 3 else "train"].append(int(i))
     splits: dict[str, ImageSplit] = {
         role: ArraySplit(
-            role, [f"{role}/{targets[i]}/{i:04d}" for i in chosen[role]], targets[chosen[role]], images[chosen[role]]
+            role,
+            [f"{role}/{targets[i]}/{i:04d}" for i in chosen[role]],
+            targets[chosen[role]],
+            images[chosen[role]],
+            f"demo/{role}",
         )
         for role in roles
     }

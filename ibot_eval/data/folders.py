@@ -38,6 +38,7 @@ class FolderSplit(ImageSplit):
         self._prefix = "" if name == "." else f"{(name if inside else folder.resolve().name).strip('/')}/"
         self.image_ids = [self._prefix + file for file in files]
         self.labels = np.asarray(labels, np.int64)
+        self.source = str(folder.absolute())
 
     def path(self, i: int) -> Path:
         """The file of image ``i``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from pathlib import Path
@@ -15,6 +16,9 @@ from ibot_eval.errors import BadImage, DataError
 
 IMAGE_EXTENSIONS: tuple[str, ...] = tuple(IMG_EXTENSIONS)
 """Lower-case endings, with the dot, of the files that count as images: torchvision's list."""
+
+# A damaged file makes decoders seek to negative places, which is EINVAL.
+_IMAGES_FAULTS = {None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 
 _SKIP = "replace the file, or leave such images out with --bad-images skip"
 
@@ -43,7 +47,8 @@ def load_rgb(file: Path | BinaryIO, name: str) -> Image.Image:
     Raises:
         BadImage: truncated, empty, missing, not an image, too large to be safe (PIL's decompression-bomb limit), or in
             a format without a defined 8-bit meaning.
-        DataError: the file may not be read (permissions); never skipped, since no image is at fault.
+        DataError: the file may not be read (permissions), or the system cannot read it just now (too many open files,
+            a disk or network error); never skipped, since no image is at fault.
     """
     try:
         # PIL warns on stderr about large images, odd palettes and malformed EXIF of files that decode well.
@@ -54,10 +59,26 @@ def load_rgb(file: Path | BinaryIO, name: str) -> Image.Image:
                 return to_rgb(image, name)
     except (BadImage, MemoryError):
         raise
-    except PermissionError as error:
-        raise DataError(f"no permission to read {name}", todo="change the file's permissions (chmod +r)") from error
     except Exception as error:  # PIL's decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error, …
+        if not is_images_fault(error):
+            raise unreadable(name, error) from error
         raise BadImage(f"cannot decode the image {name}: {_reason(file, error)}", todo=_SKIP) from error
+
+
+def is_images_fault(error: Exception) -> bool:
+    """Whether ``error`` says something about the image, rather than about the system that was to read it."""
+    return not isinstance(error, OSError) or error.errno in _IMAGES_FAULTS
+
+
+def unreadable(name: str, error: Exception) -> DataError:
+    """What to raise where no image is at fault."""
+    if isinstance(error, PermissionError):
+        return DataError(f"no permission to read {name}", todo="change the file's permissions (chmod +r)")
+    return DataError(
+        f"cannot read {name}: {getattr(error, 'strerror', None) or error}",
+        todo="this is no damage of the image but the system's or the disk's trouble, so the image is not left out: run "
+        "again when it is over; what is finished is kept",
+    )
 
 
 def to_rgb(image: Image.Image, name: str) -> Image.Image:
@@ -89,7 +110,9 @@ def to_rgb(image: Image.Image, name: str) -> Image.Image:
 def _upright(image: Image.Image) -> Image.Image:
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # noqa: BLE001 - malformed EXIF raises anything, and says nothing about the pixels
+    except Exception as error:  # malformed EXIF raises anything, and says nothing about the pixels
+        if not is_images_fault(error):
+            raise
         return image
     turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     return image if turn is None else image.transpose(turn)

@@ -33,7 +33,7 @@ def read_labels(path: Path, files: Sequence[str], class_names: Sequence[str]) ->
 
     Raises:
         DataError: the file cannot be read; an image is missing, unlabelled, named twice or ambiguous; a label is
-            unknown; integers run from 1.
+            unknown; some labels name classes and others do not; integers run from 1.
     """
     rows = _rows(path)
     index = _ImageIndex(files)
@@ -160,14 +160,18 @@ def _resolve(
         class_names = natural_sort(_class_of(name, ()) for name in names)
     to_idx = {name: i for i, name in enumerate(class_names)}
     labels = [to_idx.get(_class_of(name, to_idx)) for name in names]
-    if None not in labels:
+    unknown = [i for i, label in enumerate(labels) if label is None]
+    if not unknown:
         return np.array(labels, np.int64), tuple(class_names)
-    if not integers:
-        i = next(i for i, name in enumerate(names) if labels[i] is None and not (name.isascii() and name.isdigit()))
+    # Where class folders are numbers, one wrong line must not turn all names into indices.
+    named = next((i for i, label in enumerate(labels) if label is not None), None)
+    if not integers or named is not None:
+        i = next((i for i in unknown if not (names[i].isascii() and names[i].isdigit())), unknown[0])
+        others = f", as {names[named]!r} in line {lines[named]} is" if named is not None else ""
         raise DataError(
-            f"line {lines[i]} of {path} has the label {names[i]!r}, which is no class of the training split; "
+            f"line {lines[i]} of {path} has the label {names[i]!r}, which is no class of the training split{others}; "
             + near(names[i], class_names),
-            todo="labels are names of class folders, or indices from 0 into the sorted classes",
+            todo="labels are names of class folders, or indices from 0 into the sorted classes, the same in all lines",
         )
     return _indices(path, [int(name) for name in names], class_names, bare=bare), tuple(
         class_names or (str(i) for i in range(max(map(int, names)) + 1))

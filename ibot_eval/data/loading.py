@@ -56,18 +56,20 @@ def image_loader(
         batch_sampler=[list(map(int, batch)) for batch in batches],
         num_workers=workers,
         collate_fn=_collate,
-        pin_memory=pin_memory and torch.cuda.is_available(),
         # Without a generator of its own the loader draws from the global one and changes what follows.
         generator=torch.Generator(),
     )
     stream = iter(loader)
     try:
         for _ in range(len(batches)):
-            images, indices, errors = _next(stream, workers)
+            pixels, indices, errors = _next(stream, workers)
             for _, error in errors:
                 if bad_images == "stop" or not isinstance(error, BadImage):
                     raise error
-            yield LoadedBatch(images, indices, [(i, error.what) for i, error in errors])
+            images = torch.from_numpy(pixels)
+            if pin_memory and torch.cuda.is_available():
+                images = images.pin_memory()
+            yield LoadedBatch(images, torch.from_numpy(indices), [(i, error.what) for i, error in errors])
     finally:
         # torch has no public way to end the workers at once. Left to the collector they live as long as the traceback
         # of an error, and while a killed one is on torch's list it raises anew whenever any child process ends.
@@ -78,7 +80,9 @@ def image_loader(
 
 
 _Item = tuple[int, Tensor | None, UserError | None]
-_Batch = tuple[Tensor, Tensor, list[tuple[int, UserError]]]
+# Arrays, since they come through a pipe. Tensors come through shared memory, which containers have little of; when it
+# is full, torch loses the batch and waits for it for ever.
+_Batch = tuple[np.ndarray, np.ndarray, list[tuple[int, UserError]]]
 
 
 class _Items(Dataset[_Item]):
@@ -100,10 +104,10 @@ def _collate(items: list[_Item]) -> _Batch:
     if good:
         # numpy copies on one thread; torch would wake its pool for it, which stalls on a machine whose cores are busy.
         out = np.empty((len(good), *good[0][1].shape), np.uint8)
-        images = torch.from_numpy(np.stack([image.numpy() for _, image in good], out=out))
+        images = np.stack([image.numpy() for _, image in good], out=out)
     else:
-        images = torch.empty(0, 3, 0, 0, dtype=torch.uint8)
-    return images, torch.tensor([index for index, _ in good], dtype=torch.int64), errors
+        images = np.empty((0, 3, 0, 0), np.uint8)
+    return images, np.array([index for index, _ in good], dtype=np.int64), errors
 
 
 @contextlib.contextmanager

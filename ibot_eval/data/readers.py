@@ -16,7 +16,7 @@ from PIL import Image
 
 from ibot_eval.data.arrays import ArraySplit
 from ibot_eval.data.folders import TEST_NAMES
-from ibot_eval.data.images import load_rgb, to_rgb
+from ibot_eval.data.images import is_images_fault, load_rgb, to_rgb, unreadable
 from ibot_eval.data.splits import Data, ImageSplit, check_labels, hash_lines, note_classes
 from ibot_eval.errors import BadImage, ConfigError, DataError, MissingExtra, suggest
 from ibot_eval.settings import DataSettings
@@ -39,7 +39,15 @@ _TEST_WORDS = {"val", "valid", "validation", "eval", "evaluation", "test"}
 class DatasetSplit(ImageSplit):
     """A map-style data set whose items begin with an image: PIL, a path, or an open binary file."""
 
-    def __init__(self, name: str, dataset: Any, indices: np.ndarray, labels: np.ndarray, marks: Sequence[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        dataset: Any,
+        indices: np.ndarray,
+        labels: np.ndarray,
+        marks: Sequence[str],
+        source: str = "",
+    ) -> None:
         """
         Args:
             name: the split's own name.
@@ -47,7 +55,9 @@ class DatasetSplit(ImageSplit):
             indices: (n,) items of ``dataset`` that belong to the split; ids are ``name/0000012``.
             labels: (n,) int64.
             marks: n texts that change with the images, for the fingerprint.
+            source: what people call the images.
         """
+        self.source = source
         self.name, self.dataset, self.indices, self.marks = name, dataset, np.asarray(indices), list(marks)
         self.labels = np.asarray(labels, np.int64)
         self.image_ids = [f"{name}/{i:07d}" for i in self.indices]
@@ -57,7 +67,7 @@ class DatasetSplit(ImageSplit):
 
     def take(self, indices: Sequence[int] | np.ndarray) -> DatasetSplit:
         marks = [self.marks[i] for i in indices]
-        return DatasetSplit(self.name, self.dataset, self.indices[indices], self.labels[indices], marks)
+        return DatasetSplit(self.name, self.dataset, self.indices[indices], self.labels[indices], marks, self.source)
 
     def _fingerprint(self) -> str:
         items = zip(self.image_ids, self.marks, self.labels, strict=True)
@@ -68,6 +78,8 @@ def _item(dataset: Any, index: int, name: str) -> tuple[Any, ...]:
     try:
         item = dataset[index]
     except (OSError, SyntaxError) as error:  # what PIL raises for a damaged file
+        if not is_images_fault(error):
+            raise unreadable(f"item {index} of {name!r}", error) from error
         raise BadImage(f"item {index} of {name!r} cannot be read: {error}") from error
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise DataError(f"item {index} of {name!r} is {type(item).__name__}, not (image, label)")
@@ -100,7 +112,8 @@ def wrap_datasets(kind: type[Data], datasets: Mapping[str, Any], class_names: Se
             image, label = _item(dataset, i, role)[:2]
             marks.append(_pixels(image, f"{role}/{i:07d}"))
             labels.append(_integer(label, f"{role}/{i:07d}"))
-        splits[role] = DatasetSplit(role, dataset, np.arange(len(dataset)), np.array(labels), marks)
+        indices = np.arange(len(dataset))
+        splits[role] = DatasetSplit(role, dataset, indices, np.array(labels), marks, f"{name}/{role}")
     if class_names is None:
         listed = next((d.classes for d in given.values() if getattr(d, "classes", None)), None)
         top = max(int(split.labels.max()) for split in splits.values())
@@ -162,7 +175,8 @@ def open_torch(reference: str, settings: DataSettings, roles: Sequence[str]) -> 
             ) from error
         images = np.asarray(dataset.data)
         labels = np.asarray(dataset.targets).reshape(len(images), -1)[:, 0]
-        splits[role] = ArraySplit(own, [f"{own}/{i:07d}" for i in range(len(images))], labels, images)
+        image_ids = [f"{own}/{i:07d}" for i in range(len(images))]
+        splits[role] = ArraySplit(own, image_ids, labels, images, f"torch/{name}/{own}")
         class_names = tuple(map(str, dataset.classes))
     return Data(reference, class_names, splits, {r: s.name for r, s in splits.items()}, data_name=TORCH_NAMES[name])
 
@@ -197,7 +211,8 @@ def open_hfds(reference: str, settings: DataSettings, roles: Sequence[str]) -> D
             marks = [_file_hash(reader[i][0]) for i in range(len(reader))]
         else:
             marks = [f"{reader.dataset._fingerprint}:{i}" for i in range(len(reader))]
-        splits[role] = DatasetSplit(split, reader, np.arange(len(reader)), np.array(labels, np.int64), marks)
+        indices, source = np.arange(len(reader)), f"{reference}/{split}"
+        splits[role] = DatasetSplit(split, reader, indices, np.array(labels, np.int64), marks, source)
         first = first or reader
     by_index = sorted(first.class_to_idx, key=first.class_to_idx.get) if first.class_to_idx else None
     top = max(int(split.labels.max(initial=-1)) for split in splits.values())

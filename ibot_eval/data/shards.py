@@ -18,9 +18,9 @@ import numpy as np
 from PIL import Image
 
 from ibot_eval.data.folders import TEST_NAMES
-from ibot_eval.data.images import load_rgb
+from ibot_eval.data.images import load_rgb, unreadable
 from ibot_eval.data.splits import Data, ImageSplit, few, hash_lines, natural_key
-from ibot_eval.errors import BadImage, DataError
+from ibot_eval.errors import DataError
 from ibot_eval.settings import DataSettings
 
 _IMAGES = {"jpg", "jpeg", "png", "webp"}
@@ -63,6 +63,7 @@ class ShardSplit(ImageSplit):
         """
         self.name, self.folder, self.shards, self.content = name, folder, list(shards), content
         self.image_ids = list(image_ids)
+        self.source = str(folder.absolute() / name)
         self.labels, self.members = np.asarray(labels, np.int64), np.asarray(members, np.int64).reshape(-1, 3)
 
     def load(self, i: int) -> Image.Image:
@@ -74,7 +75,7 @@ class ShardSplit(ImageSplit):
                 file.seek(offset)
                 data = file.read(size)
         except OSError as error:
-            raise BadImage(f"cannot read {name}: {error.strerror}") from error
+            raise unreadable(name, error) from error
         return load_rgb(io.BytesIO(data), name)
 
     def take(self, indices: Sequence[int] | np.ndarray) -> ShardSplit:

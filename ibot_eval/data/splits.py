@@ -26,6 +26,8 @@ class ImageSplit(ABC):
     """Unique names, '/' between their parts whatever the system."""
     labels: np.ndarray
     """(n,) int64, -1 where unlabelled."""
+    source: str = ""
+    """What people call these images, for lists of feature banks: a folder, or ``demo/train``. Empty: the name."""
 
     def __len__(self) -> int:
         return len(self.labels)

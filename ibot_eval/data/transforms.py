@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,8 @@ def eval_transform(settings: DataSettings, backbone: Backbone) -> EvalTransform:
         )
     backbone.check_size(crop, crop)
     mean, std = settings.mean or backbone.mean, settings.std or backbone.std
+    if not all(math.isfinite(value) for value in (*mean, *std)):
+        raise ConfigError(f"--mean {' '.join(map(str, mean))} --std {' '.join(map(str, std))}: these must be numbers")
     if min(std) <= 0:
         raise ConfigError(f"--std {' '.join(map(str, std))}: every deviation must be above 0")
     return EvalTransform(resize, crop, settings.interpolation, mean, std)

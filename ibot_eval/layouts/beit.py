@@ -8,13 +8,22 @@ from timm.models.beit import Beit
 from torch import nn
 
 from ibot_eval.errors import CheckpointError
-from ibot_eval.layouts.blueprint import Blueprint, Hints, Tensors, mlp_ratio, number_of, square
+from ibot_eval.layouts.blueprint import (
+    HALF,
+    HALF_NOTE,
+    Blueprint,
+    Hints,
+    Tensors,
+    in_beits_layout,
+    mlp_ratio,
+    number_of,
+    square,
+)
 from ibot_eval.layouts.unwrapping import Network
 from ibot_eval.layouts.vit import EPS, patch_size
 from ibot_eval.models.positions import Grid
 from ibot_eval.models.relative_bias import CLS_ENTRIES
 
-HALF = (0.5, 0.5, 0.5)
 SHARED = "rel_pos_bias.relative_position_bias_table"
 PER_BLOCK = "blocks.0.attn.relative_position_bias_table"
 
@@ -41,7 +50,7 @@ def read_beit(network: Network, hints: Hints) -> Blueprint:
         raise CheckpointError(f"the network has {heads} heads, not {hints.heads}", todo="leave --heads out")
     patch = patch_size(tensors, hints.patch_size)
     grid = _grid(table.shape[0], tensors, hints.grid)
-    own_layout = "blocks.0.attn.q_bias" in tensors
+    own_layout = in_beits_layout(tensors)
     for name in [name for name in tensors if name.endswith(".attn.qkv.bias")]:
         # The key's part shifts all scores of a query alike, so the softmax does not see it.
         query, _, value = tensors.pop(name).chunk(3)
@@ -51,7 +60,7 @@ def read_beit(network: Network, hints: Hints) -> Blueprint:
     if fc_norm:
         notes.append("the last norm comes after the mean of the patches (fc_norm): a network fine-tuned on that mean")
     if own_layout and hints.mean is None:
-        notes.append("inputs are normalised with 0.5 / 0.5 as in BEiT; for BEiT v2 give ImageNet's --mean and --std")
+        notes.append(HALF_NOTE)
     hidden = tensors["blocks.0.mlp.fc1.weight"].shape[0] if "blocks.0.mlp.fc1.weight" in tensors else 4 * width
     net = Beit(
         img_size=(grid[0] * patch, grid[1] * patch),

@@ -14,6 +14,10 @@ Tensors = dict[str, Tensor]
 Triple = tuple[float, float, float]
 
 
+HALF = (0.5, 0.5, 0.5)
+HALF_NOTE = "inputs are normalised with 0.5 / 0.5 as in BEiT; for BEiT v2 give ImageNet's --mean and --std"
+
+
 @dataclass(frozen=True)
 class Hints:
     """What is known besides the tensors: from flags, a config.json beside the file, or the file's metadata."""
@@ -26,6 +30,8 @@ class Hints:
     mean: Triple | None = None
     std: Triple | None = None
     family: str | None = None
+    arch: str | None = None
+    """timm name of the network."""
 
     def over(self, other: Hints) -> Hints:
         """These hints, completed by ``other``."""
@@ -57,6 +63,11 @@ def mlp_ratio(hidden: int, width: int) -> float:
     A hundredth keeps rounding from losing a unit, at eight times the width too (Swin's last stage).
     """
     return (hidden + 0.01) / width
+
+
+def in_beits_layout(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether query and value have biases of their own: BEiT's code, whose inputs are normalised with 0.5 / 0.5."""
+    return any(name.endswith(".attn.q_bias") for name in tensors)
 
 
 def need(tensors: Mapping[str, Tensor], name: str) -> Tensor:

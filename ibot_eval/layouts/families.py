@@ -31,6 +31,9 @@ HEADS: dict[str, dict[tuple[int, int], int]] = {
 }
 """Heads by family and (width, depth): MoCo v3's ViT-S has 12 heads of 32, where all others have 6 of 64."""
 
+MARKED = ("ibot", "dino", "mae", "mocov3", "dinov2")
+"""Families of plain ViTs that a file is taken for only on a mark of their own, so that their heads are certain."""
+
 Order = Literal["mae", "mocov3"]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ibot_eval.layouts.blueprint import Hints, Tensors
+from ibot_eval.layouts.blueprint import Hints, Tensors, in_beits_layout
 from ibot_eval.layouts.unwrapping import Network
 
 MARK = "embeddings.patch_embeddings.projection.weight"
@@ -62,9 +62,17 @@ def republish(network: Network, hints: Hints) -> tuple[Network, Hints]:
                 trunk[f"{stem}q_bias"], trunk[f"{stem}v_bias"] = query, value
             else:
                 trunk[f"{stem}qkv.bias"] = torch.cat([query, key, value])
+    siblings = dict(network.siblings)
+    if not any(name in trunk for name in ("norm.weight", "fc_norm.weight")):
+        # BEiT's masked image modelling keeps the last norm of its mean-pooled trunk beside the trunk.
+        for part in ("weight", "bias"):
+            if f"layernorm.{part}" in siblings:
+                trunk[f"norm.{part}"] = siblings.pop(f"layernorm.{part}")
     own = Hints(eps=VIT_EPS, family="hf-vit")
     if "blocks.0.ls1.gamma" in trunk or "register_tokens" in trunk:
         own = Hints(family="dinov2")
     elif any(name.startswith("decoder.decoder_") for name in network.siblings):
         own = replace(own, family="mae")
-    return replace(network, trunk=trunk), hints.over(own)
+    elif in_beits_layout(trunk):
+        own = replace(own, family="beit")
+    return replace(network, trunk=trunk, siblings=siblings), hints.over(own)

@@ -15,7 +15,7 @@ from ibot_eval.layouts.blueprint import Tensors
 MAY_BE_LEFT_OVER = {
     "masked embedding of pre-training": r"(^|\.)(masked_embed|mask_token)$",
     "projection or classification head": r"(^|\.)(head|heads|head_dist|dino_head|ibot_head|lm_head|cls_pt_layers"
-    r"|cls_head|classifier|classifiers|fc|linear|pooler|pre_logits|prototypes)\.",
+    r"|cls_head|linear_head|classifier|classifiers|fc|linear|pooler|pre_logits|prototypes)\.",
     "projection or prediction network": r"(^|\.)(predictor|projector|projectors|projection_head)\.",
     "decoder of pre-training": r"(^|\.)decoder(_\w+)?(\.|$)",
     "norm that is not used": r"(^|\.)(fc_norm|local_cls_norm)\.",
@@ -23,6 +23,12 @@ MAY_BE_LEFT_OVER = {
     r"|bias_mask|periods)$",
 }
 """What may stay unused without a remark: name of the kind -> pattern of tensor names."""
+
+INNER = re.compile(r"^(blocks|layers|layer\d|patch_embed|rel_pos_bias)\w*\.")
+"""Names inside a backbone's own layers, where nothing but masks and computed buffers may be left over."""
+OUTER = re.compile(r"^(conv\d|bn\d|stem|norm|cls_norm|rope)\w*\.|^\w*(pos_embed|_tokens?)$")
+"""Other names that belong to a backbone."""
+INNER_KINDS = ("masked embedding of pre-training", "buffer that is computed")
 
 NOT_NEEDED = "num_batches_tracked"
 """A counter that old files lack; it takes no part in evaluation."""
@@ -44,8 +50,8 @@ def fill(net: nn.Module, tensors: Tensors) -> Match:
     """Gives ``net`` (on any device, the meta device included) copies of the tensors, as float32 on the CPU.
 
     Raises:
-        CheckpointError: a parameter or statistic of the network has no tensor, a tensor has another shape, or one
-            holds NaN or infinity. Left-over tensors are only reported.
+        CheckpointError: a parameter or statistic of the network has no tensor, a tensor has another shape or is
+            quantised, one holds NaN or infinity, or tensors of the backbone are left over. Others are only reported.
     """
     own = net.state_dict()
     needed = {name: tensor for name, tensor in own.items() if not name.endswith(NOT_NEEDED)}
@@ -63,12 +69,28 @@ def fill(net: nn.Module, tensors: Tensors) -> Match:
                 f"{name} has shape {tuple(tensor.shape)} in the checkpoint and {tuple(own[name].shape)} in the network",
                 todo="check --arch, --patch-size and --heads, or leave them out",
             )
+        if own[name].is_floating_point() and not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}: the checkpoint is quantised",
+                todo="use the checkpoint in float32, float16 or bfloat16",
+            )
+    left = [name for name in tensors if name not in own]
+    foreign = [name for name in left if is_foreign(name)]
+    if foreign:
+        plural = "tensor" if len(foreign) == 1 else "tensors"
+        # Without them the network would compute something else than the one that was trained.
+        raise CheckpointError(
+            f"the backbone holds {len(foreign)} unknown {plural}: it is another network than its other names "
+            "suggest, or not all blocks are alike",
+            where=_first(foreign),
+            todo="say what network it is with --arch (a timm name), or evaluate it from Python with "
+            "ibot_eval.models.wrap(module)",
+        )
     check_finite(used)
     # Copies: the originals may be mapped from the file, which can change under a long run.
     copies = {name: _copy(tensor) for name, tensor in used.items()}
     net.load_state_dict(copies, strict=False, assign=True)
     _materialise(net)
-    left = [name for name in tensors if name not in own]
     return Match(
         len(used),
         sum(tensor.numel() for tensor in used.values()),
@@ -81,6 +103,13 @@ def fill(net: nn.Module, tensors: Tensors) -> Match:
 def may_be_left_over(name: str) -> bool:
     """Whether the allow-list names this tensor."""
     return any(re.search(pattern, name) for pattern in MAY_BE_LEFT_OVER.values())
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a left-over tensor of this name would be part of the backbone's computation."""
+    if INNER.search(name):
+        return not any(re.search(MAY_BE_LEFT_OVER[kind], name) for kind in INNER_KINDS)
+    return bool(OUTER.search(name)) and not may_be_left_over(name)
 
 
 def check_finite(tensors: Tensors) -> None:

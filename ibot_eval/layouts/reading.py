@@ -38,6 +38,20 @@ class Location:
     """All networks of the run folder."""
 
 
+# What unpickling raises for bytes that are no pickle: nearly anything.
+DAMAGED = (
+    pickle.UnpicklingError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    OSError,
+    AttributeError,
+    ImportError,
+)
+
+
 def locate(reference: str, key: str | None) -> Location:
     """The weight file of a path given by the user: a file, a run folder or a Hugging Face folder.
 
@@ -107,7 +121,7 @@ def _read_torch(path: Path, trust_pickle: bool) -> Any:
     try:
         with torch.serialization.safe_globals(_allowed()):
             return torch.load(path, map_location="cpu", weights_only=not trust_pickle, mmap=mapped)
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, OSError, AttributeError, ImportError) as error:
+    except DAMAGED as error:
         needed = [] if trust_pickle else _needed(path, str(error), mapped)
         if not needed:
             raise _unreadable(path, error) from error
@@ -125,7 +139,7 @@ def _needed(path: Path, message: str, mapped: bool) -> list[str]:
                 found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             if found:
                 return sorted(map(str, found))
-        except (pickle.UnpicklingError, RuntimeError, ValueError):
+        except DAMAGED:
             pass
     return sorted(set(re.findall(r"GLOBAL ([\w.]+)", message)))
 
@@ -154,7 +168,7 @@ def _allowed() -> list[Any]:
 
 
 def hints_beside(path: Path, metadata: Mapping[str, str]) -> Hints:
-    """What our own metadata, or Hugging Face's config.json and preprocessor_config.json beside the file, tell.
+    """What our own metadata, or config.json (timm's or Hugging Face's) and preprocessor_config.json beside it, tell.
 
     Files written by this project carry a JSON object under the metadata key ``ibot_eval`` with any of the fields of
     :class:`Hints`, e.g. ``{"family": "ibot", "heads": 6}``.
@@ -168,7 +182,16 @@ def hints_beside(path: Path, metadata: Mapping[str, str]) -> Hints:
     hints = Hints(**{name: _tuple(own[name]) for name in Hints.__dataclass_fields__ if own.get(name) is not None})
     if path.name in HUGGING_FACE_FILES and "model_type" in config:
         hints = hints.over(_hugging_face(config, images, path))
+    elif path.name in HUGGING_FACE_FILES and "architecture" in config:
+        hints = hints.over(_timm(config))
     return hints
+
+
+def _timm(config: Mapping[str, Any]) -> Hints:
+    """Mean, deviation and name; the name only where it tells the whole network and this timm knows it."""
+    name, images = config["architecture"], config.get("pretrained_cfg") or {}
+    known = isinstance(name, str) and timm.is_model(name) and not config.get("model_args")
+    return Hints(arch=name if known else None, mean=_tuple(images.get("mean")), std=_tuple(images.get("std")))
 
 
 def _hugging_face(config: Mapping[str, Any], images: Mapping[str, Any], path: Path) -> Hints:

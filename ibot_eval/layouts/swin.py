@@ -40,7 +40,6 @@ def read_swin(network: Network, hints: Hints) -> Blueprint:
         raise CheckpointError(f"the last stage has {heads[-1]} heads, not {hints.heads}", todo="leave --heads out")
     width, _, patch, _ = trunk["patch_embed.proj.weight"].shape
     hidden = need(trunk, "layers.0.blocks.0.mlp.fc1.weight").shape[0]
-    supervised = any(name in trunk for name in ("head.weight", "head.fc.weight"))
     image = _image_size(windows, patch)
     net = SwinTransformer(
         img_size=image,
@@ -54,12 +53,18 @@ def read_swin(network: Network, hints: Hints) -> Blueprint:
         qkv_bias="layers.0.blocks.0.attn.qkv.bias" in trunk,
         drop_path_rate=0.0,
         strict_img_size=False,
-        norm_layer=partial(nn.LayerNorm, eps=hints.eps or (SUPERVISED_EPS if supervised else PUBLISHED_EPS)),  # pyright: ignore[reportArgumentType]
+        norm_layer=partial(nn.LayerNorm, eps=hints.eps or norm_eps(network)),  # pyright: ignore[reportArgumentType]
         weight_init="skip",
         device="meta",
     )
     tensors = checkpoint_filter_fn(dict(trunk), net)
     return Blueprint(net, tensors, "swin", (image // patch, image // patch), hints.mean, hints.std)
+
+
+def norm_eps(network: Network) -> float:
+    """Of a Swin's LayerNorms; see :func:`read_swin`."""
+    supervised = any(name in network.trunk for name in ("head.weight", "head.fc.weight"))
+    return SUPERVISED_EPS if supervised else PUBLISHED_EPS
 
 
 def _image_size(windows: list[int], patch: int) -> int:

@@ -138,6 +138,14 @@ def choose(networks: list[Network], key: str | None) -> Network:
     )
 
 
+def passed_over(contents: Any, network: Network) -> str | None:
+    """A remark where the file has a teacher, but another network is taken because that holds none."""
+    names = {str(name).split(".")[0] for name in contents} if isinstance(contents, Mapping) else set()
+    if "teacher" not in names or "teacher" in (network.role, *network.parts):
+        return None
+    return f"no whole network was found under teacher, so {network.role or 'the only network'} was taken"
+
+
 def _nothing_found(flat: Tensors, contents: Any) -> CheckpointError:
     names = sorted(flat)
     if not names:

@@ -12,7 +12,19 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from ibot_eval.errors import CheckpointError
-from ibot_eval.layouts.blueprint import Blueprint, Hints, Tensors, factor_pairs, mlp_ratio, number_of, square
+from ibot_eval.layouts.blueprint import (
+    HALF,
+    HALF_NOTE,
+    Blueprint,
+    Hints,
+    Tensors,
+    factor_pairs,
+    in_beits_layout,
+    mlp_ratio,
+    need,
+    number_of,
+    square,
+)
 from ibot_eval.layouts.families import Order, number_of_heads, recognise_sincos, sincos_positions, vit_family
 from ibot_eval.layouts.unwrapping import Network
 from ibot_eval.models.positions import Grid, ResizeRule
@@ -41,11 +53,12 @@ def read_vit(network: Network, hints: Hints) -> Blueprint:
     """A plain ViT, its shape inferred from the tensors.
 
     Files that fine-tuning with iBOT's code writes have BEiT's names but plain absolute positions; they are read here
-    and keep ImageNet's mean and deviation, which that fine-tuning used.
+    and keep ImageNet's mean and deviation, which that fine-tuning used. A BEiT without relative positions in BEiT's own
+    layout (separate ``q_bias`` and ``v_bias``) is normalised with 0.5 / 0.5, as by ``read_beit``.
 
     Raises:
-        CheckpointError: XCiT, a number of heads or a grid that cannot be inferred, or flags that contradict the
-            tensors.
+        CheckpointError: XCiT, networks of the CLIP and EVA-02 kinds, a number of heads or a grid that cannot be
+            inferred, or flags that contradict the tensors.
     """
     found = measure(network, hints)
     tensors, notes = found.tensors, found.notes
@@ -54,7 +67,9 @@ def read_vit(network: Network, hints: Hints) -> Blueprint:
     width, depth = tensors["patch_embed.proj.weight"].shape[0], number_of(tensors, "blocks.")
     if not depth:
         raise CheckpointError("the network has no blocks", where=", ".join(sorted(tensors)[:5]))
-    family = hints.family or vit_family(network, tensors, found.fixed)
+    beits = in_beits_layout(network.trunk)
+    _refuse_untold(tensors, beits)
+    family = hints.family or ("beit" if beits else vit_family(network, tensors, found.fixed))
     grid, prefix = found.grid, found.prefix
     if grid is None:
         if family not in ("mae", "mocov3"):
@@ -69,14 +84,9 @@ def read_vit(network: Network, hints: Hints) -> Blueprint:
     fc_norm = "fc_norm.weight" in tensors and "norm.weight" not in tensors
     if fc_norm:
         notes.append("the last norm comes after the mean of the patches (fc_norm): a network fine-tuned on that mean")
-    resize: ResizeRule | None = None
-    if family == "dinov2" and not (hints.family or found.registers or "mask_token" in network.trunk):
-        # DINOv2's own files have a mask token and timm's have none, and the two resize positions differently.
-        resize = "size-antialias"
-        notes.append(
-            "DINOv2's layout without its mask token, as timm writes it: position embeddings are resized as timm does "
-            "(DINOv2's own way: --pos-embed-resize scale)"
-        )
+    if beits and hints.mean is None:
+        notes.append(HALF_NOTE)
+    resize = resize_of_file(family, network, found, hints)
     net = build(
         tensors,
         patch=found.patch,
@@ -88,7 +98,35 @@ def read_vit(network: Network, hints: Hints) -> Blueprint:
         fc_norm=fc_norm,
         eps=hints.eps or EPS,
     )
-    return Blueprint(net, tensors, family, grid, hints.mean, hints.std, notes, resize)
+    mean, std = (HALF, HALF) if beits else (None, None)
+    return Blueprint(net, tensors, family, grid, hints.mean or mean, hints.std or std, notes, resize)
+
+
+def _refuse_untold(tensors: Tensors, beits: bool) -> None:
+    """Networks whose tensors are named as a ViT's, but which compute something that no tensor tells."""
+    if "norm_pre.weight" in tensors:
+        raise CheckpointError(
+            "the network has a norm before its blocks (norm_pre), as CLIP's: whether its activation is GELU or "
+            "quick-GELU is not in the tensors",
+            todo="name it with --arch, e.g. vit_base_patch32_clip_224 or vit_base_patch32_clip_quickgelu_224",
+        )
+    if beits and _gated(tensors):
+        raise CheckpointError(
+            "the network has BEiT's biases and a gated MLP, as EVA-02, whose rotary positions are not in the tensors",
+            todo="name it with --arch, e.g. eva02_tiny_patch14_224",
+        )
+
+
+def resize_of_file(family: str, network: Network, found: Renamed, hints: Hints) -> ResizeRule | None:
+    """How positions are resized, where the file tells more than its family; adds a note to ``found``."""
+    if family != "dinov2" or hints.family or found.registers or "mask_token" in network.trunk:
+        return None
+    # DINOv2's own files have a mask token and timm's have none, and the two resize positions differently.
+    found.notes.append(
+        "DINOv2's layout without its mask token, as timm writes it: position embeddings are resized as timm does "
+        "(DINOv2's own way: --pos-embed-resize scale)"
+    )
+    return "size-antialias"
 
 
 def measure(network: Network, hints: Hints) -> Renamed:
@@ -125,7 +163,8 @@ def rename(trunk: Tensors) -> Tensors:
         renamed["reg_token" if name == "register_tokens" else name] = tensor
     for name in [name for name in renamed if name.endswith(".attn.q_bias")]:
         stem = name.removesuffix("q_bias")
-        query, value = renamed.pop(name), renamed.pop(f"{stem}v_bias")
+        query, value = renamed.pop(name), need(renamed, f"{stem}v_bias")
+        del renamed[f"{stem}v_bias"]
         renamed[f"{stem}qkv.bias"] = torch.cat([query, torch.zeros_like(query), value])
     weight = renamed.get("patch_embed.proj.weight")
     if weight is not None and weight.ndim == 2:
@@ -202,8 +241,6 @@ def build(
     """timm's network on the meta device; what is not an argument is read from ``tensors`` (timm's names)."""
     width = tensors["patch_embed.proj.weight"].shape[0]
     hidden = _rows(tensors, "blocks.0.mlp.fc1.weight", 4 * width)
-    second = tensors.get("blocks.0.mlp.fc2.weight")
-    gated = second is not None and hidden == 2 * second.shape[1]
     has_cls = "cls_token" in tensors
     return VisionTransformer(
         img_size=(grid[0] * patch, grid[1] * patch),
@@ -220,13 +257,17 @@ def build(
         class_token=has_cls,
         no_embed_class=prefix == 0,
         reg_tokens=registers,
-        pre_norm="norm_pre.weight" in tensors,
         fc_norm=fc_norm,
         norm_layer=partial(nn.LayerNorm, eps=eps),  # pyright: ignore[reportArgumentType]
         weight_init="skip",
         device="meta",
-        **({"mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU} if gated else {}),  # pyright: ignore[reportArgumentType]
+        **({"mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU} if _gated(tensors) else {}),  # pyright: ignore[reportArgumentType]
     )
+
+
+def _gated(tensors: Tensors) -> bool:
+    first, second = (tensors.get(f"blocks.0.mlp.{name}.weight") for name in ("fc1", "fc2"))
+    return first is not None and second is not None and first.shape[0] == 2 * second.shape[1]
 
 
 def _rows(tensors: Tensors, name: str, default: int) -> int:

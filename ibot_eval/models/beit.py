@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from timm.models.beit import Beit, gen_relative_position_index
 from torch import Tensor
 
@@ -24,7 +25,8 @@ class BeitBackbone(TransformerBackbone):
     def __init__(self, net: Beit, *, family: str = "beit", resize: ResizeRule | None = None) -> None:
         super().__init__(net, family=family, resize=resize)
         self.architecture = self.architecture.replace("vit-", "beit-")
-        self._biases = [SizeCache() for _ in range(self.depth)]
+        self._tables = [SizeCache() for _ in range(self.depth)]
+        self._lookup: tuple[Grid, Tensor] | None = None
 
     def _tokens(self, patches: Tensor, grid: Grid) -> Tensor:
         return self.net.pos_drop(self._prefixed(patches, (self.net.cls_token,), grid))
@@ -55,10 +57,9 @@ class BeitBackbone(TransformerBackbone):
 
     def _bias(self, table: Tensor, grid: Grid, index: int) -> Tensor:
         """(1, heads, 1 + h*w, 1 + h*w) bias at another grid."""
-
-        def compute() -> Tensor:
-            resized = resize_bias_table(table, self.trained_grid, grid)
-            lookup = gen_relative_position_index(grid, device=table.device)
-            return resized[lookup].permute(2, 0, 1).unsqueeze(0).contiguous()
-
-        return self._biases[index].get(table, grid, compute)
+        # Kept are the tables and one lookup, not the biases, which would take hundreds of megabytes per size.
+        resized = self._tables[index].get(table, grid, lambda: resize_bias_table(table, self.trained_grid, grid))
+        if self._lookup is None or self._lookup[0] != grid or self._lookup[1].device != table.device:
+            with torch.inference_mode(False):
+                self._lookup = (grid, gen_relative_position_index(grid, device=table.device))
+        return resized[self._lookup[1]].permute(2, 0, 1).unsqueeze(0).contiguous()

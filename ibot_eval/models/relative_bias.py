@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from scipy.interpolate import RectBivariateSpline
-from scipy.optimize import root_scalar
 from torch import Tensor
 
 from ibot_eval.models.positions import Grid
@@ -32,6 +30,9 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
     Returns:
         ((2h - 1)(2w - 1) + 3, heads), same dtype and device; ``table`` itself for the same grid.
     """
+    # Imported where needed: scipy takes 0.4 s to import, and most networks have no such table.
+    from scipy.interpolate import RectBivariateSpline
+
     if old == new:
         return table
     if min(old) < 2:
@@ -51,6 +52,8 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
 
 def _geometric(source: int, target: int) -> np.ndarray:
     """(source,) positions of the stored distances, symmetric about 0, in units of the new distances."""
+    from scipy.optimize import root_scalar
+
     steps, reach = source // 2, target // 2
 
     def overshoot(ratio: float) -> float:
