@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sized
-from dataclasses import replace
+from collections.abc import Mapping, Sized
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ibot_eval import registry, runner
 from ibot_eval.backbone import Backbone
 from ibot_eval.checkpoint import LoadedCheckpoint, load_checkpoint
 from ibot_eval.data.splits import Data
+from ibot_eval.errors import ConfigError, suggest
 from ibot_eval.own_network import from_module
 from ibot_eval.record import EvalRecord
 from ibot_eval.settings import CheckpointSettings, DataSettings, EngineSettings, OutputSettings, RunSettings
@@ -54,7 +55,7 @@ def evaluate(
         UserError: what the command line would print before exiting with code 2.
     """
     kind = registry.load_protocol(protocol)
-    groups, own = runner.split_settings(settings, kind.config_type)
+    groups, own = split_settings(settings, kind.config_type)
     if isinstance(backbone, (str, Path)):
         loaded, reference = None, str(backbone)
     else:
@@ -87,3 +88,20 @@ def evaluate(
         loaded=loaded,
         data=images,
     )
+
+
+def split_settings(values: Mapping[str, Any], config_type: type) -> tuple[dict[type, dict[str, Any]], dict[str, Any]]:
+    """Flat settings by name -> (those of each shared group, those of the protocol). Unknown names are errors."""
+    kinds = (CheckpointSettings, DataSettings, EngineSettings, OutputSettings)
+    own = {f.name for f in fields(config_type)}
+    shared = {f.name: kind for kind in kinds for f in fields(kind)}
+    groups: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
+    mine: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in own:
+            mine[name] = value
+        elif name in shared:
+            groups[shared[name]][name] = value
+        else:
+            raise ConfigError(f"unknown setting {name!r}", todo=suggest(name, own | shared.keys()))
+    return groups, mine

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import secrets
 import signal
 import sys
 import threading
@@ -11,7 +9,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,14 @@ from ibot_eval.checkpoint import LoadedCheckpoint, load_checkpoint
 from ibot_eval.data.opening import open_data
 from ibot_eval.data.splits import Data
 from ibot_eval.data.transforms import EvalTransform, eval_transform
-from ibot_eval.errors import ConfigError, DataError, UserError, suggest
+from ibot_eval.errors import ConfigError, DataError, UserError
 from ibot_eval.extraction import ExtractionStats, extract_banks
 from ibot_eval.features import FeatureBank, FeatureRequest
 from ibot_eval.own_network import from_module
 from ibot_eval.protocol import Artifact, EvalProtocol, Event, FrozenProtocol, Metric, Predictions, Session, Warning
 from ibot_eval.record import EvalRecord, save_predictions
-from ibot_eval.settings import CheckpointSettings, DataSettings, EngineSettings, OutputSettings, RunSettings
+from ibot_eval.run_folder import new_run_folder
+from ibot_eval.settings import CheckpointSettings, RunSettings
 
 
 class Interrupted(BaseException):
@@ -94,7 +92,7 @@ def run(
     device = distributed.init(settings.engine.device)
     torch.manual_seed(settings.engine.seed)
     watch = provenance.Stopwatch()
-    folder = _new_run_folder(name, settings) if distributed.is_main() else None
+    folder = new_run_folder(name, settings) if distributed.is_main() else None
     folder = Path(distributed.broadcast_object(str(folder)))
     record = EvalRecord(
         run=folder.name,
@@ -320,35 +318,6 @@ def _check_labels(banks: Mapping[FeatureRequest, FeatureBank], data: Data) -> No
             )
 
 
-def _new_run_folder(protocol: str, settings: RunSettings) -> Path:
-    if settings.output.name is not None:
-        if not re.fullmatch(r"[\w.-]+", settings.output.name) or settings.output.name.startswith("."):
-            raise ConfigError(
-                f"{settings.output.name!r} cannot name a run", todo="use letters, digits, '-', '_' and '.'"
-            )
-        folder = settings.output.output / settings.output.name
-        if folder.exists():
-            raise ConfigError(
-                f"the run {folder} exists already", todo="choose another --name; nothing is ever overwritten"
-            )
-    else:
-        parts = (protocol, _stem(settings.checkpoint.ckpt or "model"), _stem(settings.data.data or "data"))
-        stamp = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        folder = settings.output.output / "-".join([*parts, stamp])
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot create the run folder {folder}: {error.strerror}", todo="choose another --output"
-        ) from None
-    return folder
-
-
-def _stem(reference: str) -> str:
-    name = re.split(r"[/\\:]", reference.rstrip("/\\"))[-1]
-    return re.sub(r"[^\w]+", "_", re.sub(r"\.(pth|pt|bin|safetensors)$", "", name)).strip("_")[:40] or "x"
-
-
 def say(lines: Iterable[str]) -> None:
     if distributed.is_main():
         for line in lines:
@@ -370,22 +339,3 @@ def _terminated_as_exception() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def split_settings(values: Mapping[str, Any], config_type: type) -> tuple[dict[type, dict[str, Any]], dict[str, Any]]:
-    """Flat settings by name -> (those of each shared group, those of the protocol). Unknown names are errors."""
-    from dataclasses import fields
-
-    kinds = (CheckpointSettings, DataSettings, EngineSettings, OutputSettings)
-    own = {f.name for f in fields(config_type)}
-    shared = {f.name: kind for kind in kinds for f in fields(kind)}
-    groups: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
-    mine: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in own:
-            mine[name] = value
-        elif name in shared:
-            groups[shared[name]][name] = value
-        else:
-            raise ConfigError(f"unknown setting {name!r}", todo=suggest(name, own | shared.keys()))
-    return groups, mine

@@ -18,7 +18,8 @@ from PIL import Image
 from torch import nn
 
 import ibot_eval as api
-from ibot_eval import cli, runner
+from ibot_eval import cli
+from ibot_eval.api import split_settings
 from ibot_eval.data.splits import Data
 from ibot_eval.errors import ConfigError, DataError
 from ibot_eval.record import SCHEMA_FILE, EvalRecord, load_predictions
@@ -286,7 +287,8 @@ def test_features_that_are_not_numbers_are_named(images: Path, tmp_path: Path) -
 def test_ranks_give_the_predictions_of_one_process(
     images: Path, checkpoint: Path, tmp_path: Path, processes: int, ibot_eval: Run
 ) -> None:
-    (images / "val" / "red" / "0.png").unlink()  # 8 + 18 images: neither 3 nor (in batches of 4) 2 divides them
+    for name in ("val/red/0.png", "val/blue/2.png", "train/green/5.png"):
+        (images / name).unlink()  # 7 and 17 images are left, which neither 2 nor 3 divides
     common = ("knn", "--ckpt", checkpoint, "--heads", 2, "--data", images, *SMALL, "--k", 1, 5)
     alone = ibot_eval(*common, "--output", "alone")
     assert alone.returncode == 0, alone.stderr
@@ -444,6 +446,6 @@ def test_settings_of_the_groups_do_not_overlap() -> None:
 
     names = [name for group in RunSettings().groups() for name in vars(group)]
     assert len(set(names)) == len(names)
-    groups, own = runner.split_settings({"crop": 1, "k": (1,)}, __import__("protocols.knn").knn.KNNConfig)
+    groups, own = split_settings({"crop": 1, "k": (1,)}, __import__("protocols.knn").knn.KNNConfig)
     assert own == {"k": (1,)}
     assert {"crop": 1} in groups.values()
