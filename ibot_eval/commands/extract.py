@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,8 +46,16 @@ class Extract:
                 "--out is missing" if self.out is None else f"{self.out} has an unknown ending",
                 todo="name a file that ends in .safetensors or .npz: --out features.safetensors",
             )
-        if self.out.is_dir() or not (self.out.parent.is_dir() and os.access(self.out.parent, os.W_OK)):
-            raise ConfigError(f"cannot write {self.out}", todo="name a file in a folder that exists and can be written")
+        try:
+            # Found out now, and not after hours of extraction.
+            if self.out.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            tempfile.TemporaryFile(dir=self.out.parent).close()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {self.out}: {error.strerror}",
+                todo="name a file in a folder that exists and can be written",
+            ) from None
         if self.out.exists() and not self.overwrite:
             raise ConfigError(f"{self.out} exists already", todo="choose another name, or add --overwrite")
         from ibot_eval import distributed, runner
