@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from protocols.knn import KNN
-
 from ibot_eval import api
 from ibot_eval.backbone import Backbone
 from ibot_eval.models.vit import ViTBackbone
+from protocols.knn import KNN
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 
