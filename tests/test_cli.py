@@ -128,6 +128,17 @@ def test_a_checkpoint_is_shown_without_a_cache_that_can_be_written(capsys: pytes
     assert "the weights are random" in capsys.readouterr().out
 
 
+def test_inspect_shows_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "--ckpt", "demo"]) == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["family"] == "timm"
+    assert shown["depth"] == "4"
+    assert shown["missing"] == "none"
+    assert cli.main(["inspect", "--ckpt", "demo", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["identity"]["heads"] == report["num_heads"] == 3
+
+
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", "--ckpt", "nowhere.pth", "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err

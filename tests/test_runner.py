@@ -316,7 +316,6 @@ def test_torchrun_works_and_errors_keep_their_exit_code(images: Path, checkpoint
 
 def test_an_error_on_the_ranks_ends_all_of_them_with_code_2(images: Path, checkpoint: Path, ibot_eval: Run) -> None:
     (images / "val" / "red" / "1.png").write_bytes(b"not an image")
-    begin = time.monotonic()
     done = ibot_eval(
         *("knn", "--ckpt", checkpoint, "--heads", 2, "--data", images, *SMALL, "--launch", "local:2"), timeout=120
     )
@@ -324,7 +323,6 @@ def test_an_error_on_the_ranks_ends_all_of_them_with_code_2(images: Path, checkp
     assert "red/1.png" in done.stderr
     assert done.stderr.count("ibot-eval: error") == 1
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - begin < 100
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

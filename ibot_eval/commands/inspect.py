@@ -38,6 +38,7 @@ class Inspect:
         if self.json:
             print(jsonlib.dumps(report, indent=2))
             return 0
+        del report["identity"]  # the same once more, for the keys of feature banks
         print(tabulate(_rows(report), tablefmt="plain"))
         return 0
 
