@@ -60,7 +60,11 @@ def evaluate(
         loaded, reference = None, str(backbone)
     else:
         size = settings.get("crop")
-        loaded = backbone if isinstance(backbone, LoadedCheckpoint) else from_module(backbone, image_size=size)
+        if isinstance(backbone, LoadedCheckpoint):
+            # It may have been changed since it was loaded, which its hash would not tell.
+            loaded = replace(backbone, cacheable=False)
+        else:
+            loaded = from_module(backbone, image_size=size)
         reference = loaded.report.reference
         tensor = next(loaded.backbone.parameters(), None)
         if tensor is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +13,7 @@ from torch import nn
 
 from ibot_eval.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
 from ibot_eval.errors import CheckpointError
+from ibot_eval.files import sha256_file
 from ibot_eval.heads import ProjectionHead
 from ibot_eval.layouts import named
 from ibot_eval.layouts.beit import has_relative_bias, read_beit
@@ -93,6 +93,8 @@ class LoadedCheckpoint:
     classifier: nn.Module | None
     """Maps what ``report.classifier["input"]`` says (cls, norm_patch_mean, cls+patch_mean) to logits."""
     report: LoadReport
+    cacheable: bool = True
+    """Whether its features may be kept: not where its code is somebody's own, which no hash of ours covers."""
 
 
 def load_checkpoint(
@@ -113,17 +115,11 @@ def load_checkpoint(
     if settings.ckpt == "demo" or settings.ckpt.startswith(NAMED):
         loaded = _load_named(settings, seed)
     else:
-        loaded = _load_file(settings, sha256 or file_sha256)
+        loaded = _load_file(settings, sha256 or sha256_file)
     for module in (loaded.backbone, loaded.projection_head, loaded.classifier):
         if module is not None:
             module.float().eval().requires_grad_(False)
     return loaded
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _load_named(settings: CheckpointSettings, seed: int) -> LoadedCheckpoint:
@@ -145,10 +141,9 @@ def _load_named(settings: CheckpointSettings, seed: int) -> LoadedCheckpoint:
     sha256 = named.tensors_sha256(net.state_dict())
     classifier = _detach_classifier(net)
     backbone = wrap(net, family=family, resize=_resize(settings))
-    tensors = net.state_dict()
-    match = Match(len(tensors), sum(tensor.numel() for tensor in tensors.values()))
+    match = Match.whole(net.state_dict())
     grid = getattr(backbone, "trained_grid", None)
-    report = _report(settings, backbone, match, grid, sha256=sha256, notes=notes)
+    report = report_of(backbone, match, reference, sha256, grid=grid, notes=notes, overrides=_overrides(settings))
     if name and kind != "demo":
         report.identity |= {"name": name, "timm": timm.__version__}
     rule = getattr(backbone, "resize", None)
@@ -209,7 +204,10 @@ def _load_file(settings: CheckpointSettings, sha256: Callable[[Path], str]) -> L
     backbone.mean, backbone.std = blueprint.mean or IMAGENET_MEAN, blueprint.std or IMAGENET_STD
     if blueprint.mean is None and blueprint.family in ("hf-vit", "supervised", "timm"):
         notes.append(GUESS_NOTE)
-    report = _report(settings, backbone, match, blueprint.grid, sha256=sha256(location.path), notes=notes)
+    digest, overrides = sha256(location.path), _overrides(settings)
+    report = report_of(
+        backbone, match, settings.ckpt or "", digest, grid=blueprint.grid, notes=notes, overrides=overrides
+    )
     _refuse_change(location.path, before)
     report.path, report.key, report.available_keys = str(location.path), key, roles
     report.notes += blueprint.notes
@@ -260,21 +258,31 @@ def _resize(settings: CheckpointSettings) -> Any:
     return None if settings.pos_embed_resize == "published" else settings.pos_embed_resize
 
 
-def _report(
-    settings: CheckpointSettings,
+def _overrides(settings: CheckpointSettings) -> dict[str, Any]:
+    overrides = {name: getattr(settings, name) for name in ("arch", "patch_size", "heads", "grid")}
+    overrides["pos_embed_resize"] = _resize(settings)
+    return {name: value for name, value in overrides.items() if value is not None}
+
+
+def report_of(
     backbone: Backbone,
     match: Match,
-    grid: tuple[int, int] | None,
-    *,
+    reference: str,
     sha256: str,
+    *,
+    grid: tuple[int, int] | None = None,
     notes: list[str],
+    overrides: dict[str, Any] | None = None,
 ) -> LoadReport:
-    overrides = {name: getattr(settings, name) for name in ("arch", "patch_size", "heads", "grid")}
-    if settings.pos_embed_resize != "published":
-        overrides["pos_embed_resize"] = settings.pos_embed_resize
+    """The report of a network, without what only some sources have (path, key, heads).
+
+    Args:
+        grid: rows and columns of patches it was trained with, where known.
+        overrides: what the user set by hand.
+    """
     patch = getattr(backbone, "embed_patch_size", backbone.patch_size)
     return LoadReport(
-        reference=settings.ckpt or "",
+        reference=reference,
         path=None,
         sha256=sha256,
         key=None,
@@ -293,7 +301,7 @@ def _report(
         unexpected=match.unexpected,
         ignored=match.ignored,
         notes=notes,
-        overrides={name: value for name, value in overrides.items() if value is not None},
+        overrides=overrides or {},
         identity=identity_of(backbone),
     )
 

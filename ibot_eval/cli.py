@@ -155,11 +155,14 @@ class ProtocolCall(NamedTuple):
     kind: type[EvalProtocol[Any]]
     config: Any
     settings: RunSettings
+    asked: set[str]
+    """Names of the settings that flags or the recipe set."""
 
 
 def parse_protocol(name: str, argv: list[str]) -> ProtocolCall:
     """``argv`` of ``ibot-eval NAME``, its recipe included, as settings."""
     kind = registry.load_protocol(name)
+    argv = expand_recipe(argv)
     groups = {
         "checkpoint": CheckpointSettings,
         "data": DataSettings,
@@ -175,9 +178,9 @@ def parse_protocol(name: str, argv: list[str]) -> ProtocolCall:
         frozen=True,
     )
     description = (sys.modules[kind.__module__].__doc__ or kind.__doc__ or "").strip()
-    parsed: Any = parse(command, expand_recipe(argv), name, description=description)
+    parsed: Any = parse(command, argv, name, description=description)
     settings = RunSettings(**{group: getattr(parsed, group) for group in groups})
-    return ProtocolCall(kind, getattr(parsed, name), settings)
+    return ProtocolCall(kind, getattr(parsed, name), settings, flag_names(argv))
 
 
 def start_processes(engine: EngineSettings, argv: list[str]) -> int:
@@ -190,14 +193,14 @@ def start_processes(engine: EngineSettings, argv: list[str]) -> int:
 
 def run_protocol(name: str, argv: list[str]) -> int:
     """``ibot-eval PROTOCOL …``: parse, run (here or through the launcher), print."""
-    kind, config, settings = parse_protocol(name, argv)
+    kind, config, settings, asked = parse_protocol(name, argv)
     if settings.engine.launch:
         return start_processes(settings.engine, [name, *argv])
 
     from ibot_eval import distributed, reporting, runner
 
     try:
-        record = runner.run(name, kind(config), runner.with_defaults(settings), asked=flag_names(expand_recipe(argv)))
+        record = runner.run(name, kind(config), runner.with_defaults(settings), asked=asked)
         if distributed.is_main():
             folder = settings.output.output / record.run
             print(record.as_json() if settings.output.json else reporting.run_table(record, folder))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from ibot_eval.backbone import Backbone
-from ibot_eval.checkpoint import LoadedCheckpoint, LoadReport
+from ibot_eval.checkpoint import LoadedCheckpoint, report_of
+from ibot_eval.layouts.matching import Match
 from ibot_eval.layouts.named import tensors_sha256
 from ibot_eval.models import ModuleBackbone, wrap
-from ibot_eval.models.identity import identity_of
 
 
 def from_module(module: nn.Module, reference: str | None = None, image_size: int | None = None) -> LoadedCheckpoint:
@@ -26,23 +26,11 @@ def from_module(module: nn.Module, reference: str | None = None, image_size: int
     if isinstance(backbone, ModuleBackbone) and backbone is not module and image_size is not None:
         backbone = ModuleBackbone(module, image_size=image_size)
     tensors = backbone.state_dict()
-    report = LoadReport(
-        reference=reference or f"{type(module).__module__}.{type(module).__qualname__}",
-        path=None,
-        sha256=tensors_sha256(tensors),
-        key=None,
-        available_keys=[],
-        family=backbone.family,
-        architecture=backbone.architecture,
-        image_size=None,
-        patch_size=backbone.patch_size,
-        width=backbone.dims[-1],
-        depth=backbone.depth,
-        num_heads=backbone.num_heads,
-        num_registers=backbone.num_registers,
-        matched=len(tensors),
-        parameters=sum(tensor.numel() for tensor in tensors.values()),
+    report = report_of(
+        backbone,
+        Match.whole(tensors),
+        reference or f"{type(module).__module__}.{type(module).__qualname__}",
+        tensors_sha256(tensors),
         notes=[f"the network is {'a backbone' if isinstance(module, Backbone) else 'a module'} given from Python"],
-        identity=identity_of(backbone),
     )
-    return LoadedCheckpoint(backbone, None, None, report)
+    return LoadedCheckpoint(backbone, None, None, report, cacheable=False)

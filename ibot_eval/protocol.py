@@ -131,9 +131,6 @@ class EvalProtocol(ABC, Generic[Config]):
 class FrozenProtocol(EvalProtocol[Config]):
     """A protocol that banks of frozen features suffice for."""
 
-    splits: ClassVar[tuple[Literal["train", "test"], ...]] = ("train", "test")
-    """The labelled splits it needs."""
-
     @abstractmethod
     def features(self) -> Sequence[FeatureRequest]:
         """The atomic outputs it needs, of which splits."""

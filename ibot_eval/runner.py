@@ -54,15 +54,10 @@ def with_defaults(settings: RunSettings) -> RunSettings:
 def load_any(settings: CheckpointSettings, cache: BankCache, seed: int) -> LoadedCheckpoint:
     """The checkpoint that ``--ckpt`` names, plug-in backbones (``NAME:REST``) included."""
     reference = settings.ckpt or ""
-    if _is_plugin(reference):
-        prefix, _, rest = reference.partition(":")
+    prefix, _, rest = reference.partition(":")
+    if rest and prefix in registry.entries("backbones"):
         return from_module(registry.load("backbones", prefix)(rest), reference)
     return load_checkpoint(settings, sha256=cache.remembered_sha256, seed=seed)
-
-
-def _is_plugin(reference: str) -> bool:
-    prefix, _, rest = reference.partition(":")
-    return bool(rest) and prefix in registry.entries("backbones")
 
 
 def run(
@@ -155,8 +150,6 @@ def _fill(
     stats: list[ExtractionStats],
 ) -> None:
     cache = BankCache(settings.engine.cache)
-    # The network of somebody's own has code that no hash of ours covers, so its banks are not kept.
-    cacheable = loaded is None
     with watch.phase("load"):
         loaded = loaded or load_any(settings.checkpoint, cache, settings.engine.seed)
         loaded.backbone.to(device)
@@ -182,7 +175,7 @@ def _fill(
         protocol.check({role: len(split) for role, split in data.splits.items()}, session)
         requests = list(protocol.features())
         with watch.phase("extract"):
-            banks, done = extract(requests, loaded, data, transform, cache, settings, device, cacheable=cacheable)
+            banks, done = extract(requests, loaded, data, transform, cache, settings, device)
         stats.append(done)
         for role, skipped in done.skipped.items():
             if skipped:
@@ -213,8 +206,6 @@ def extract(
     cache: BankCache,
     settings: RunSettings,
     device: torch.device,
-    *,
-    cacheable: bool = True,
 ) -> tuple[dict[FeatureRequest, FeatureBank], ExtractionStats]:
     """The banks that ``requests`` name, from the cache or from one pass over the images.
 
@@ -240,8 +231,7 @@ def extract(
         workers=settings.engine.workers,
         bad_images=settings.data.bad_images,
         progress=distributed.is_main(),
-        # No hash of ours covers the code of a plug-in either.
-        cacheable=cacheable and not _is_plugin(settings.checkpoint.ckpt or ""),
+        cacheable=loaded.cacheable,
     )
 
 

@@ -61,10 +61,7 @@ class KNNConfig:
 
 
 class KNN(FrozenProtocol[KNNConfig]):
-    """k nearest neighbours, weighted vote.
-
-    ``splits`` names what it needs in general; :meth:`features` asks for one split only with ``leave_one_out``.
-    """
+    """k nearest neighbours, weighted vote."""
 
     config_type = KNNConfig
     version: ClassVar[int] = 1

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from timm.models.resnet import BasicBlock
 from torch import Tensor
 
-from ibot_eval.checkpoint import LoadedCheckpoint, file_sha256, load_checkpoint
+from ibot_eval.checkpoint import LoadedCheckpoint, load_checkpoint
 from ibot_eval.errors import CheckpointError
+from ibot_eval.files import sha256_file
 from ibot_eval.layouts.families import number_of_heads, recognise_sincos, sincos_positions
 from ibot_eval.layouts.unwrapping import choose, find_networks
 from ibot_eval.settings import CheckpointSettings
@@ -96,9 +97,9 @@ def test_run_folder_without_the_network_asked_for(tmp_path: Path) -> None:
 def test_hash_is_that_of_the_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"abc")
-    assert file_sha256(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert sha256_file(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     ckpt = write(tmp_path, state())
-    assert load(ckpt, heads=3).report.sha256 == file_sha256(Path(ckpt))
+    assert load(ckpt, heads=3).report.sha256 == sha256_file(Path(ckpt))
 
 
 # Pickles

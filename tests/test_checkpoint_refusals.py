@@ -17,8 +17,9 @@ from timm.models.resnet import BasicBlock
 from torch import Tensor, nn
 
 from ibot_eval.backbone import IMAGENET_MEAN
-from ibot_eval.checkpoint import LoadedCheckpoint, file_sha256, load_checkpoint
+from ibot_eval.checkpoint import LoadedCheckpoint, load_checkpoint
 from ibot_eval.errors import CheckpointError
+from ibot_eval.files import sha256_file
 from ibot_eval.layouts import named
 from ibot_eval.layouts.blueprint import Hints
 from ibot_eval.layouts.matching import is_foreign
@@ -113,7 +114,7 @@ def test_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
     def replacing(file: Path) -> str:
         torch.save(state(seed=1), tmp_path / "new.pth")
         os.replace(tmp_path / "new.pth", file)
-        return file_sha256(file)
+        return sha256_file(file)
 
     with pytest.raises(CheckpointError, match="changed while it was read"):
         load_checkpoint(CheckpointSettings(ckpt=str(path), heads=3), sha256=replacing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ibot_eval.cli import Positional
 from ibot_eval.errors import RecordError
@@ -16,20 +17,17 @@ class Report:
 
     runs: Positional[tuple[Path, ...]] = (Path("runs"),)
     """Run folders, or folders that hold runs."""
-    format: str = "table"
-    """table, md or csv."""
+    format: Literal["table", "md", "csv"] = "table"
+    """Text, Markdown or comma-separated values."""
     all: bool = False
     """One line per metric instead of per run."""
     debug: bool = False
     """Show tracebacks."""
 
     def run(self) -> int:
-        from ibot_eval.errors import ConfigError
         from ibot_eval.record import readable_records
         from ibot_eval.reporting import records_table
 
-        if self.format not in ("table", "md", "csv"):
-            raise ConfigError(f"unknown format {self.format!r}", todo="use table, md or csv")
         records, problems = readable_records(*self.runs)
         for problem in problems:
             print(f"left out: {problem}", file=sys.stderr)

@@ -45,6 +45,11 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
+    @classmethod
+    def whole(cls, tensors: Tensors) -> Match:
+        """Of a network that has all its tensors already."""
+        return cls(len(tensors), sum(tensor.numel() for tensor in tensors.values()))
+
 
 def fill(net: nn.Module, tensors: Tensors) -> Match:
     """Gives ``net`` (on any device, the meta device included) copies of the tensors, as float32 on the CPU.
