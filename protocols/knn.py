@@ -21,6 +21,7 @@ from ibot_eval.errors import ConfigError, DataError
 from ibot_eval.features import FeatureBank, FeatureRequest, Split
 from ibot_eval.metrics.accuracy import target_ranks
 from ibot_eval.metrics.intervals import wilson
+from ibot_eval.metrics.votes import cumulative_votes
 from ibot_eval.neighbors import Backend, search_tiles
 from ibot_eval.protocol import Event, FrozenProtocol, Metric, Predictions, Session, Warning
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 HEADLINE_K = 20
 REDUCERS = {"cls": ("cls",), "patch_mean": ("patch_mean",), "cls+patch_mean": ("cls", "patch_mean")}
-# Votes below this (as exponents) are as small as float64 allows, but never nothing: a class that got a vote ranks
-# before one that got none at any temperature.
-LEAST_EXPONENT = -700.0
 # Votes of (images x classes) held at a time: 2 MB, which stay in the cache.
 VOTE_VALUES = 1 << 18
 
@@ -264,36 +262,6 @@ def _outcome(votes: Tensor, targets: Tensor, keep_votes: bool) -> dict[str, Tens
     if keep_votes:
         outcome["votes"] = (votes / votes.sum(1, keepdim=True)).float()
     return outcome
-
-
-def cumulative_votes(
-    similarities: Tensor, neighbours: Tensor, ks: Sequence[int], temperature: float, classes: int
-) -> Iterator[Tensor]:
-    """Votes per class of the first k neighbours, for each k.
-
-    A neighbour's vote is exp(similarity / temperature), here relative to that of the most similar one, which changes
-    no ranking and no share: the plain exponential overflows float32 below a temperature of about 0.011.
-
-    Args:
-        similarities: (n, K) float32, largest first.
-        neighbours: (n, K) class index of each neighbour, 0 … classes - 1.
-        ks: ascending, none above K.
-        temperature: positive.
-        classes: number of classes.
-
-    Yields:
-        (n, classes) float64 for each of ``ks``, positive where a class got a vote and 0 elsewhere. It is the same
-        tensor each time, with more votes in it.
-    """
-    exponents = (similarities.double() - similarities[:, :1].double()) / temperature
-    weights = exponents.clamp_(min=LEAST_EXPONENT).exp_()
-    votes = torch.zeros(len(similarities), classes, dtype=torch.float64)
-    counted = 0
-    for k in ks:
-        # In one process, scatter_add_ adds in order, so a k gives the same votes whatever other k are asked for.
-        votes.scatter_add_(1, neighbours[:, counted:k], weights[:, counted:k])
-        counted = k
-        yield votes
 
 
 def _check(role: str, atoms: Sequence[FeatureBank]) -> None:

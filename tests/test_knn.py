@@ -16,11 +16,12 @@ from ibot_eval import distributed, neighbors, recipes
 from ibot_eval.errors import ConfigError, DataError
 from ibot_eval.features import FeatureBank
 from ibot_eval.metrics.intervals import wilson
+from ibot_eval.metrics.votes import cumulative_votes
 from ibot_eval.protocol import Metric, Predictions, Session, Warning
 from ibot_eval.published import entries
 from ibot_eval.record import EvalRecord
 from protocols import knn
-from protocols.knn import KNN, KNNConfig, cumulative_votes
+from protocols.knn import KNN, KNNConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 
