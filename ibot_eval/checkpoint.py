@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ibot_eval.backbone import IMAGENET_MEAN, IMAGENET_STD, Backbone
 from ibot_eval.errors import CheckpointError
@@ -22,7 +23,7 @@ from ibot_eval.layouts.cnn import is_resnet, read_resnet
 from ibot_eval.layouts.dinov3 import is_dinov3, read_dinov3
 from ibot_eval.layouts.huggingface import is_hugging_face, republish
 from ibot_eval.layouts.matching import Match, fill, may_be_left_over
-from ibot_eval.layouts.reading import hints_beside, locate, read_file
+from ibot_eval.layouts.reading import Location, hints_beside, locate, read_file
 from ibot_eval.layouts.swin import is_swin, read_swin
 from ibot_eval.layouts.tops import find_classifier, find_projection_head
 from ibot_eval.layouts.unwrapping import Network, choose, find_networks, passed_over
@@ -95,6 +96,8 @@ class LoadedCheckpoint:
     report: LoadReport
     cacheable: bool = True
     """Whether its features may be kept: not where its code is somebody's own, which no hash of ours covers."""
+    masked_embed: Tensor | None = None
+    """(1, D) float32, what iBOT's pre-training put in place of masked patches, if the file holds it."""
 
 
 def load_checkpoint(
@@ -112,25 +115,34 @@ def load_checkpoint(
     """
     if not settings.ckpt:
         raise CheckpointError("no checkpoint was given", todo="--ckpt FILE, or --ckpt demo to try the program out")
-    if settings.ckpt == "demo" or settings.ckpt.startswith(NAMED):
+    demo = settings.ckpt == "demo"
+    if demo or settings.ckpt.startswith(NAMED):
+        _refuse_flags_of_files(settings)
+    if demo and named.DEMO_FILE.is_file():
+        loaded = _load_file(settings, Location(named.DEMO_FILE, "teacher", ("teacher",)), sha256 or sha256_file)
+        loaded.report.notes.insert(0, named.DEMO_NOTE)
+    elif demo or settings.ckpt.startswith(NAMED):
         loaded = _load_named(settings, seed)
     else:
-        loaded = _load_file(settings, sha256 or sha256_file)
+        loaded = _load_file(settings, locate(settings.ckpt, settings.key), sha256 or sha256_file)
     for module in (loaded.backbone, loaded.projection_head, loaded.classifier):
         if module is not None:
             module.float().eval().requires_grad_(False)
     return loaded
 
 
-def _load_named(settings: CheckpointSettings, seed: int) -> LoadedCheckpoint:
-    reference = settings.ckpt or ""
-    kind, _, name = reference.partition(":")
+def _refuse_flags_of_files(settings: CheckpointSettings) -> None:
     ignored = [flag for flag in ("key", "arch", "patch_size", "heads", "grid") if getattr(settings, flag) is not None]
     if ignored:
         raise CheckpointError(
-            f"--{ignored[0].replace('_', '-')} is for files; {reference!r} names its network in full",
+            f"--{ignored[0].replace('_', '-')} is for files; {settings.ckpt!r} names its network in full",
             todo="leave it out",
         )
+
+
+def _load_named(settings: CheckpointSettings, seed: int) -> LoadedCheckpoint:
+    reference = settings.ckpt or ""
+    kind, _, name = reference.partition(":")
     notes = []
     if kind in ("random", "demo"):
         net = named.random_network(name if kind == "random" else "demo", seed)
@@ -167,8 +179,7 @@ def _detach_classifier(net: nn.Module) -> nn.Module | None:
     return classifier if isinstance(classifier, nn.Linear) else None
 
 
-def _load_file(settings: CheckpointSettings, sha256: Callable[[Path], str]) -> LoadedCheckpoint:
-    location = locate(settings.ckpt or "", settings.key)
+def _load_file(settings: CheckpointSettings, location: Location, sha256: Callable[[Path], str]) -> LoadedCheckpoint:
     before = location.path.stat()
     contents, metadata = read_file(location.path, trust_pickle=settings.trust_pickle)
     networks = find_networks(contents)
@@ -222,7 +233,10 @@ def _load_file(settings: CheckpointSettings, sha256: Callable[[Path], str]) -> L
     if classifier is not None:
         report.classifier = _described(classifier, backbone)
         report.notes.append(_classifier_note(report.classifier))
-    return LoadedCheckpoint(backbone, head, classifier, report)
+    masked_embed = network.trunk.get("masked_embed")
+    if masked_embed is not None:
+        masked_embed = masked_embed.to(torch.float32, copy=True)
+    return LoadedCheckpoint(backbone, head, classifier, report, masked_embed=masked_embed)
 
 
 def _refuse_change(path: Path, before: os.stat_result) -> None:

@@ -56,9 +56,9 @@ class DataSettings:
     download: bool = False
     """Let torch/… data sets download themselves."""
     resize: int | None = None
-    """Shorter side in pixels after resizing. Default: 256 (64 for demo)."""
+    """Shorter side in pixels after resizing. Default: 256 (for demo, what the network was trained at)."""
     crop: int | None = None
-    """Side of the centre crop in pixels. Default: 224 (64 for demo)."""
+    """Side of the centre crop in pixels. Default: 224 (for demo, what the network was trained at)."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling filter (PIL, antialiased)."""
     mean: tuple[float, float, float] | None = None

@@ -13,9 +13,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ibot_eval.checkpoint import LoadedCheckpoint, load_checkpoint
+from ibot_eval.data.transforms import eval_transform
 from ibot_eval.errors import CheckpointError
-from ibot_eval.models import ModuleBackbone
-from ibot_eval.settings import CheckpointSettings
+from ibot_eval.export import write_network
+from ibot_eval.heads import ProjectionHead
+from ibot_eval.layouts import named
+from ibot_eval.models import ModuleBackbone, wrap
+from ibot_eval.settings import CheckpointSettings, DataSettings
 from tests import layouts
 
 
@@ -23,6 +27,25 @@ def load(ckpt: str, seed: int = 0, **settings: Any) -> LoadedCheckpoint:
     return load_checkpoint(CheckpointSettings(ckpt=ckpt, **settings), seed=seed)
 
 
+@pytest.fixture
+def no_demo_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As before a trained demonstration network was shipped."""
+    monkeypatch.setattr(named, "DEMO_FILE", tmp_path / "none.safetensors")
+
+
+@pytest.fixture
+def demo_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A demonstration network in the place of the packaged one: 32 px, float16, heads that no table knows."""
+    path = tmp_path / "demo.safetensors"
+    backbone = wrap(layouts.vit(embed_dim=40, num_heads=5, patch_size=4), family="ibot")
+    head = ProjectionHead(40, 10, hidden=16, bottleneck=6)
+    embedding = torch.zeros(1, 40)
+    write_network(path, backbone=backbone, head=head, masked_embed=embedding, dtype=torch.float16)
+    monkeypatch.setattr(named, "DEMO_FILE", path)
+    return path
+
+
+@pytest.mark.usefixtures("no_demo_file")
 @pytest.mark.parametrize("name", ["demo", "random:test_vit"])
 def test_random_weights_depend_on_the_seed_alone(name: str) -> None:
     torch.manual_seed(1)
@@ -41,10 +64,49 @@ def test_random_weights_depend_on_the_seed_alone(name: str) -> None:
 
 def test_demo_is_small_and_frozen() -> None:
     loaded = load("demo")
-    assert loaded.report.image_size == (64, 64)
     assert loaded.report.parameters < 1_000_000
     assert not any(parameter.requires_grad for parameter in loaded.backbone.parameters())
     assert not loaded.backbone.training
+
+
+@pytest.mark.usefixtures("no_demo_file")
+def test_demo_without_its_file_is_random_and_seen_at_64_px() -> None:
+    loaded = load("demo")
+    assert loaded.report.image_size == (64, 64)
+    assert eval_transform(DataSettings(data="demo"), loaded.backbone).crop == 64
+    assert named.RANDOM_NOTE in loaded.report.notes
+
+
+def test_demo_with_its_file_is_the_network_in_it(demo_file: Path) -> None:
+    loaded, file = load("demo", seed=3), load(str(demo_file))
+    assert (loaded.report.reference, loaded.report.path) == ("demo", str(demo_file))
+    assert (loaded.report.key, loaded.report.available_keys) == ("teacher", ["teacher"])
+    assert loaded.report.sha256 == file.report.sha256
+    assert loaded.report.identity == file.report.identity
+    assert (loaded.report.num_heads, loaded.report.image_size, loaded.report.family) == (5, (32, 32), "ibot")
+    assert loaded.projection_head is not None
+    x = torch.randn(1, 3, 32, 32)
+    wanted = layouts.vit(embed_dim=40, num_heads=5, patch_size=4).half().float()
+    with torch.no_grad():
+        found = loaded.backbone.outputs(x).blocks[0].cls
+        torch.testing.assert_close(found, wanted.forward_features(x)[:, 0], rtol=1e-5, atol=1e-5)
+    transform = eval_transform(DataSettings(data="demo"), loaded.backbone)
+    assert (transform.resize, transform.crop) == (32, 32)
+    assert loaded.report.notes[0] == named.DEMO_NOTE
+    assert named.RANDOM_NOTE not in loaded.report.notes
+
+
+def test_damaged_demo_file_is_an_error_and_never_random_weights(demo_file: Path) -> None:
+    demo_file.write_bytes(demo_file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load("demo")
+
+
+@pytest.mark.usefixtures("demo_file")
+@pytest.mark.parametrize("settings", [{"key": "teacher"}, {"heads": 3}, {"arch": "test_vit"}])
+def test_flags_for_files_are_refused_for_the_demo_file(settings: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="'demo' names its network in full"):
+        load("demo", **settings)
 
 
 @pytest.mark.parametrize("name", ["random:vit_smal_patch16_224", "timm:vit_smal_patch16_224"])

@@ -124,19 +124,19 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path, capsys: pytes
 
 
 def test_a_checkpoint_is_shown_without_a_cache_that_can_be_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", "--ckpt", "demo", "--cache", "/proc/nowhere"]) == 0
+    assert cli.main(["inspect", "--ckpt", "random:test_vit", "--cache", "/proc/nowhere"]) == 0
     assert "the weights are random" in capsys.readouterr().out
 
 
 def test_inspect_shows_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", "--ckpt", "demo"]) == 0
+    assert cli.main(["inspect", "--ckpt", "random:test_vit"]) == 0
     shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert shown["family"] == "timm"
-    assert shown["depth"] == "4"
+    assert shown["depth"] == "6"
     assert shown["missing"] == "none"
-    assert cli.main(["inspect", "--ckpt", "demo", "--json"]) == 0
+    assert cli.main(["inspect", "--ckpt", "random:test_vit", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["identity"]["heads"] == report["num_heads"] == 3
+    assert report["identity"]["heads"] == report["num_heads"] == 2
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

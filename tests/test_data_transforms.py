@@ -75,6 +75,20 @@ def test_defaults_come_from_the_backbone() -> None:
     assert (demo.resize, demo.crop) == (64, 64)
 
 
+@pytest.mark.parametrize(
+    ("grid", "patch", "size"), [((7, 7), {}, 112), ((2, 3), {}, 32), ((56, 56), {"embed_patch_size": 4}, 224)]
+)
+def test_digits_come_at_the_size_that_the_network_was_trained_at(
+    grid: tuple[int, int], patch: dict[str, int], size: int
+) -> None:
+    trained = backbone()
+    vars(trained).update(trained_grid=grid, **patch)
+    got = eval_transform(DataSettings(data="demo"), trained)
+    assert (got.resize, got.crop) == (size, size)
+    assert eval_transform(DataSettings(data="demo", crop=16), trained).crop == 16
+    assert eval_transform(DataSettings(data="x"), trained).crop == 224
+
+
 def test_settings_win() -> None:
     asked = DataSettings(data="demo", resize=48, crop=32, interpolation="bilinear", mean=(0, 0, 0), std=(1, 1, 1))
     got = eval_transform(asked, backbone())

@@ -21,6 +21,8 @@ def main(wheels: str) -> None:
     ):
         assert any(name.startswith(needed) for name in names), f"the wheel lacks {needed}"
     assert not any(name.startswith("tests/") for name in names), "the wheel holds the tests"
+    weights = {f"ibot_eval/{path.name}" for path in Path(__file__).parent.parent.glob("ibot_eval/*.safetensors")}
+    assert weights <= {*names}, f"the wheel lacks {', '.join(weights - {*names})}"
     with tempfile.TemporaryDirectory() as folder:
         target, empty = Path(folder, "site"), Path(folder, "empty")
         empty.mkdir()

@@ -18,6 +18,9 @@ from ibot_eval.settings import DataSettings
 
 Triple = tuple[float, float, float]
 
+DEMO_SIZE = 64
+"""Side in pixels to which the digits of the demonstration are enlarged for networks of no known image size."""
+
 
 @dataclass(frozen=True)
 class EvalTransform:
@@ -65,13 +68,16 @@ class EvalTransform:
 def eval_transform(settings: DataSettings, backbone: Backbone) -> EvalTransform:
     """The transform that ``settings`` ask for, with the backbone's mean and deviation unless they name others.
 
+    The digits of the demonstration have no size worth keeping, so they are enlarged to the one the network was trained
+    at, where it has one.
+
     Raises:
         ConfigError: a size below 1, a crop larger than the resized image, a crop that the patch does not divide, or a
             deviation of 0.
     """
-    small = settings.data == "demo"
-    resize = settings.resize if settings.resize is not None else (64 if small else 256)
-    crop = settings.crop if settings.crop is not None else (64 if small else 224)
+    sizes = (_trained_size(backbone) or DEMO_SIZE,) * 2 if settings.data == "demo" else (256, 224)
+    resize = settings.resize if settings.resize is not None else sizes[0]
+    crop = settings.crop if settings.crop is not None else sizes[1]
     for flag, value in (("--resize", resize), ("--crop", crop)):
         if value < 1:
             raise ConfigError(f"{flag} {value}: a size in pixels is at least 1")
@@ -90,3 +96,9 @@ def eval_transform(settings: DataSettings, backbone: Backbone) -> EvalTransform:
     if min(std) <= 0:
         raise ConfigError(f"--std {' '.join(map(str, std))}: every deviation must be above 0")
     return EvalTransform(resize, crop, settings.interpolation, mean, std)
+
+
+def _trained_size(backbone: Backbone) -> int | None:
+    """Shorter side in pixels of the images that a backbone was trained with, where it tells."""
+    grid = getattr(backbone, "trained_grid", None)
+    return min(grid) * getattr(backbone, "embed_patch_size", backbone.patch_size) if grid else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 import timm
@@ -26,7 +27,10 @@ RANDOM_NOTE = (
     "features reach"
 )
 DEMO_SIZE = 64
-"""Side in pixels that the demonstration network is built for."""
+"""Side in pixels that the random demonstration network is built for."""
+DEMO_FILE = Path(__file__).parent.parent / "demo.safetensors"
+"""The trained demonstration network, of a teacher's file; where it is missing, ``demo`` has random weights."""
+DEMO_NOTE = "the demonstration network: pre-trained on scikit-learn's digits, for a first look at the program only"
 
 
 def random_network(name: str, seed: int, **arguments: Any) -> nn.Module:

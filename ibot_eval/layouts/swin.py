@@ -10,6 +10,7 @@ from torch import nn
 from ibot_eval.errors import CheckpointError
 from ibot_eval.layouts.blueprint import Blueprint, Hints, mlp_ratio, need, number_of
 from ibot_eval.layouts.unwrapping import Network
+from ibot_eval.models.positions import Grid
 
 TABLE = "attn.relative_position_bias_table"
 PUBLISHED_EPS, SUPERVISED_EPS = 1e-6, 1e-5
@@ -23,9 +24,9 @@ def is_swin(network: Network) -> bool:
 def read_swin(network: Network, hints: Hints) -> Blueprint:
     """A Swin, its widths, depths, heads and windows inferred from the tensors.
 
-    A last stage whose window is smaller than the others' (iBOT's Swin-T/14: 7 at the 7x7 grid of 224 px) was cut down
-    to its grid, which tells the trained image size; otherwise 224 px is assumed where the windows allow it. Nothing but
-    the shift of whole-grid windows depends on it.
+    The trained image size comes from the hints' grid. Without one, a last stage whose window is smaller than the
+    others' (iBOT's Swin-T/14: 7 at the 7x7 grid of 224 px) was cut down to its grid, which tells the size; otherwise
+    224 px is assumed where the windows allow it. Nothing but the shift of whole-grid windows depends on it.
 
     LayerNorms have eps 1e-6 in self-supervised files (iBOT, EsViT) and 1e-5 in supervised ones, which carry a
     classifier.
@@ -40,9 +41,9 @@ def read_swin(network: Network, hints: Hints) -> Blueprint:
         raise CheckpointError(f"the last stage has {heads[-1]} heads, not {hints.heads}", todo="leave --heads out")
     width, _, patch, _ = trunk["patch_embed.proj.weight"].shape
     hidden = need(trunk, "layers.0.blocks.0.mlp.fc1.weight").shape[0]
-    image = _image_size(windows, patch)
+    grid = hints.grid or _grid(windows, patch)
     net = SwinTransformer(
-        img_size=image,
+        img_size=(grid[0] * patch, grid[1] * patch),
         patch_size=patch,
         num_classes=0,
         embed_dim=width,
@@ -58,7 +59,7 @@ def read_swin(network: Network, hints: Hints) -> Blueprint:
         device="meta",
     )
     tensors = checkpoint_filter_fn(dict(trunk), net)
-    return Blueprint(net, tensors, "swin", (image // patch, image // patch), hints.mean, hints.std)
+    return Blueprint(net, tensors, hints.family or "swin", grid, hints.mean, hints.std)
 
 
 def norm_eps(network: Network) -> float:
@@ -67,13 +68,13 @@ def norm_eps(network: Network) -> float:
     return SUPERVISED_EPS if supervised else PUBLISHED_EPS
 
 
-def _image_size(windows: list[int], patch: int) -> int:
-    """Trained image size in pixels: the side whose grids, stage by stage, have these windows."""
+def _grid(windows: list[int], patch: int) -> Grid:
+    """Rows and columns of patches it was trained with: the square whose grids, stage by stage, have these windows."""
     largest = max(windows)
     for image in (224, windows[-1] * patch * 2 ** (len(windows) - 1)):
         grids = [image // patch // 2**stage for stage in range(len(windows))]
         if all(min(grid, largest) == window for grid, window in zip(grids, windows, strict=True)):
-            return image
+            return grids[0], grids[0]
     raise CheckpointError(
         f"the windows of the stages, {', '.join(map(str, windows))}, fit no image size",
         todo="give the timm name of the network with --arch",
