@@ -47,10 +47,14 @@ class EvalRecord:
     artifacts: list[dict[str, str]] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     schema: int = SCHEMA
+    folder: Path | None = field(default=None, compare=False)
+    """Where the record lies, the run's other files beside it; None until it is saved. Not written down, so that a run
+    may be moved."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready content; numbers that JSON has no word for (NaN, infinities) become null."""
         plain = _plain(asdict(self))
+        del plain["folder"]
         return {"schema": plain.pop("schema"), **plain}
 
     def as_json(self) -> str:
@@ -60,6 +64,7 @@ class EvalRecord:
         """Writes ``folder/record.json`` atomically and returns its path."""
         path = folder / "record.json"
         atomic_write_text(path, self.as_json())
+        self.folder = folder
         return path
 
     @classmethod
@@ -75,13 +80,13 @@ class EvalRecord:
         if not isinstance(content, dict) or "schema" not in content or "protocol" not in content:
             raise RecordError(f"{path} is not an ibot-eval record")
         content = migrate(content, path)
-        known = {f.name for f in fields(cls)}
+        known = {f.name for f in fields(cls)} - {"folder"}
         missing = {"run", "protocol", "protocol_version", "status", "metrics"} - content.keys()
         if missing:
             raise RecordError(f"the record {path} lacks {', '.join(sorted(missing))}")
         if wrong := _wrong_field(content):
             raise RecordError(f"the record {path} is damaged: {wrong}")
-        return cls(**{name: value for name, value in content.items() if name in known})
+        return cls(**{name: value for name, value in content.items() if name in known}, folder=path.parent)
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {

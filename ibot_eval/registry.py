@@ -61,6 +61,15 @@ def load_protocol(name: str) -> Any:
     return kind
 
 
+def load_drawer(name: str) -> Any:
+    """The class whose ``figures(*records)`` draws the runs that ``name`` made: a protocol, or a command that has it."""
+    if name not in entries("protocols") and name in entries("commands"):
+        kind = load("commands", name)
+        if hasattr(kind, "figures"):
+            return kind
+    return load_protocol(name)
+
+
 def summary(point: metadata.EntryPoint) -> str:
     """First line of the module's docstring, read from its source so that nothing heavy is imported."""
     try:

@@ -44,6 +44,20 @@ def test_a_record_of_a_run_that_has_hardly_begun_keeps_the_schema(tmp_path: Path
     jsonschema.validate(json.loads(EvalRecord("r", "knn", 1).save(tmp_path).read_text()), SCHEMA)
 
 
+def test_a_record_knows_its_folder_without_writing_it_down(tmp_path: Path) -> None:
+    record = small_record()
+    assert record.folder is None
+    (tmp_path / "before").mkdir()
+    path = record.save(tmp_path / "before")
+    assert record.folder == tmp_path / "before"
+    assert "folder" not in json.loads(path.read_text())
+    moved = (tmp_path / "before").rename(tmp_path / "after")
+    assert EvalRecord.load(moved).folder == EvalRecord.load(moved / "record.json").folder == moved
+    content = json.loads((moved / "record.json").read_text()) | {"folder": "/elsewhere"}
+    (moved / "record.json").write_text(json.dumps(content))
+    assert EvalRecord.load(moved).folder == moved
+
+
 def test_numbers_that_json_cannot_hold_become_null(tmp_path: Path) -> None:
     record = small_record(timing={"started": "x", "a": math.nan, "b": np.float32(1.5), "c": Path("p"), "d": (1, 2)})
     timing = json.loads(record.save(tmp_path).read_text())["timing"]

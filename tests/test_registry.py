@@ -19,6 +19,7 @@ from ibot_eval.data.transforms import eval_transform
 from ibot_eval.errors import ConfigError, MissingExtra
 from ibot_eval.features import FeatureRequest
 from ibot_eval.settings import CheckpointSettings, DataSettings, EngineSettings, RunSettings
+from protocols.knn import KNN
 from tests.conftest import Run
 from tests.fakes import FakeBackbone
 
@@ -62,6 +63,22 @@ def test_what_is_no_protocol_is_refused(points: list[EntryPoint]) -> None:
     points.append(point("x", "pathlib:Path"))
     with pytest.raises(ConfigError, match=r"pathlib:Path does not derive from EvalProtocol"):
         registry.load_protocol("x")
+
+
+def test_what_draws_the_runs_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "ibot_eval.protocols": [point("knn", "protocols.knn:KNN")],
+        "ibot_eval.commands": [point("knn", "x:Y"), point("draws", "protocols.knn:KNN"), point("mute", "pathlib:Path")],
+    }
+    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: found[group])
+    registry.entries.cache_clear()
+    try:
+        # A protocol comes first; a command without figures is nobody's to draw.
+        assert registry.load_drawer("knn") is registry.load_drawer("draws") is KNN
+        with pytest.raises(ConfigError, match=r"no protocol is called 'mute'"):
+            registry.load_drawer("mute")
+    finally:
+        registry.entries.cache_clear()
 
 
 def test_summaries_are_read_without_importing(points: list[EntryPoint]) -> None:

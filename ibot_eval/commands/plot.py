@@ -13,7 +13,7 @@ from ibot_eval.errors import ConfigError
 
 @dataclass(frozen=True)
 class Plot:
-    """Draw what the protocols of the given runs offer; runs of one protocol share their axes."""
+    """Draw what the protocols of the given runs offer, or the training curves; runs of one kind share their axes."""
 
     runs: Positional[tuple[Path, ...]] = ()
     """Run folders, or folders that hold runs."""
@@ -35,7 +35,9 @@ class Plot:
         records, problems = readable_records(*self.runs)
         for problem in problems:
             print(f"left out: {problem}", file=sys.stderr)
-        usable = [record for record in records if record.status == "success"]
+        # What a command draws comes from the log beside the record, which a run has before it ends.
+        logged = registry.entries("commands").keys() - registry.entries("protocols").keys()
+        usable = [record for record in records if record.status == "success" or record.protocol in logged]
         if not usable:
             raise ConfigError(
                 "no run to draw: "
@@ -46,7 +48,7 @@ class Plot:
         drawn = 0
         for protocol in dict.fromkeys(record.protocol for record in usable):
             of_protocol = [record for record in usable if record.protocol == protocol]
-            for name, figure in registry.load_protocol(protocol).figures(*of_protocol).items():
+            for name, figure in registry.load_drawer(protocol).figures(*of_protocol).items():
                 print(save_figure(figure, out / f"{protocol}-{name}.{self.format}"))
                 drawn += 1
         if not drawn:
