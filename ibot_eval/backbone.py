@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ibot_eval.errors import ConfigError
 
@@ -83,6 +85,27 @@ class Backbone(nn.Module, ABC):
             ConfigError: a block out of range, a size that the patch does not divide, or attention asked of a
                 network that has none over the whole image.
         """
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W) as embedded patches (B, h, w, D), before positions and blocks.
+
+        Where a patch may be masked: ``encode(embed(images))`` is the whole network but its last norm. Only trainable
+        families (ViT, Swin) have the two.
+        """
+        raise NotImplementedError(f"{self.architecture} cannot be trained here")
+
+    def encode(self, patches: Tensor) -> BlockOutput:
+        """Embedded patches (B, h, w, D) through all blocks; not normed, gradients flow."""
+        raise NotImplementedError(f"{self.architecture} cannot be trained here")
+
+    checkpoint_blocks: bool = False
+    """Whether training recomputes each block in the backward pass instead of keeping its activations."""
+
+    def run_block(self, block: Callable[..., Tensor], tokens: Tensor, **arguments: Any) -> Tensor:
+        """One block, for :meth:`encode`."""
+        if self.checkpoint_blocks and torch.is_grad_enabled():
+            return checkpoint(block, tokens, use_reentrant=False, **arguments)  # type: ignore[return-value]
+        return block(tokens, **arguments)
 
     @abstractmethod
     def final_norm(self, tokens: Tensor) -> Tensor:

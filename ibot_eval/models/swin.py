@@ -77,7 +77,7 @@ class SwinBackbone(Backbone):
                 todo='use norm "published", which normalises the last stage only, or "none"',
             )
         kept: dict[int, BlockOutput] = {}
-        features, index = self.net.patch_embed(images), 0
+        features, index = self.embed(images), 0
         for stage in self.net.layers:
             if index > max(wanted, default=-1):
                 break
@@ -91,6 +91,16 @@ class SwinBackbone(Backbone):
                     kept[index] = pooled_output(self.final_norm(features) if normed else features)
                 index += 1
         return Outputs(tuple(kept[i] for i in wanted), None)
+
+    def embed(self, images: Tensor) -> Tensor:
+        return self.net.patch_embed(images)
+
+    def encode(self, patches: Tensor) -> BlockOutput:
+        for stage in self.net.layers:
+            patches = stage.downsample(patches)
+            for block in stage.blocks:
+                patches = self.run_block(block, patches)
+        return pooled_output(patches)
 
 
 def pooled_output(features: Tensor) -> BlockOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ibot_eval.backbone import Backbone, BlockOutput, Norm, Outputs
 from ibot_eval.errors import ConfigError
 from ibot_eval.models.attention import captured_attention
+from ibot_eval.models.last_block import block_at, rows_of
 from ibot_eval.models.positions import Grid, ResizeRule, SizeCache, published_rule, resize_positions
 
 
@@ -84,9 +86,9 @@ class TransformerBackbone(Backbone):
         attended = None if attention_block is None else self.resolve_block(attention_block)
         last = max((-1, *wanted, *(() if attended is None else (attended,))))
 
-        features = self.net.patch_embed.proj(images)
-        grid = (features.shape[-2], features.shape[-1])
-        tokens = self._tokens(self.net.patch_embed.norm(features.flatten(2).transpose(1, 2)), grid)
+        patches = self.embed(images)
+        grid = (patches.shape[1], patches.shape[2])
+        tokens = self._tokens(patches.flatten(1, 2), grid)
         arguments = self._arguments(grid)
 
         kept: dict[int, BlockOutput] = {}
@@ -100,6 +102,37 @@ class TransformerBackbone(Backbone):
                 if index in wanted:
                     kept[index] = self._split(tokens if norm == "none" else self.final_norm(tokens), grid)
         return Outputs(tuple(kept[index] for index in wanted), attention[0] if attention else None)
+
+    def embed(self, images: Tensor) -> Tensor:
+        features = self.net.patch_embed.proj(images)
+        return self.net.patch_embed.norm(features.flatten(2).transpose(1, 2)).unflatten(1, features.shape[-2:])
+
+    def encode(self, patches: Tensor) -> BlockOutput:
+        grid = (patches.shape[1], patches.shape[2])
+        tokens = self._tokens(patches.flatten(1, 2), grid)
+        with self._at_size(grid):
+            for block, arguments in zip(self.net.blocks, self._arguments(grid), strict=True):
+                tokens = self.run_block(block, tokens, **arguments)
+        return self._split(tokens, grid)
+
+    def encode_at(self, patches: Tensor, positions: Tensor) -> Tensor:
+        """What :meth:`encode` gives for [CLS] and some patches, without the last block's work on the others.
+
+        Args:
+            patches: (B, h, w, D) embedded.
+            positions: (M,) int64 into the B * h * w patches; padding may repeat one, and M may be 0.
+
+        Returns:
+            (B + M, D): [CLS] of all images, then the patches; not normed, gradients flow. The network has a [CLS].
+        """
+        grid = (patches.shape[1], patches.shape[2])
+        tokens = self._tokens(patches.flatten(1, 2), grid)
+        rows = rows_of(positions, grid[0] * grid[1], 1 + self.num_registers, len(patches))
+        arguments = self._arguments(grid)
+        with self._at_size(grid):
+            for block, keywords in zip(self.net.blocks[:-1], arguments[:-1], strict=True):
+                tokens = self.run_block(block, tokens, **keywords)
+            return self.run_block(partial(block_at, self.net.blocks[-1]), tokens, rows=rows, **arguments[-1])
 
     def _split(self, tokens: Tensor, grid: Grid) -> BlockOutput:
         first, prefix = int(self.has_cls), int(self.has_cls) + self.num_registers
