@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
@@ -44,7 +46,7 @@ def write_network(
     masked_embed: Tensor | None = None,
     metadata: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
-) -> None:
+) -> int:
     """Writes a network as safetensors, whole or not at all, for ``load_checkpoint`` to read back bit for bit.
 
     Tensors have the published names (``backbone.blocks.0…``, ``backbone.masked_embed``, ``head.mlp.0.weight``,
@@ -58,6 +60,9 @@ def write_network(
         metadata: JSON-ready; is kept beside what :func:`described` tells of the backbone, and wins over it.
         dtype: of the floating-point tensors in the file; their own where it is None.
 
+    Returns:
+        How many tensors were written.
+
     Raises:
         CheckpointError: another kind of network, or a value that is NaN, infinite, or beyond the range of ``dtype``.
         OSError: the file cannot be written; what was there before is left as it was.
@@ -66,6 +71,15 @@ def write_network(
     # One key only: safetensors writes several in an order that changes from run to run.
     about = {"ibot_eval": canonical_json(described(backbone) | dict(metadata or {}))}
     atomic_write_bytes(path, save(tensors, about))
+    return len(tensors)
+
+
+def own_metadata(path: Path | str | None) -> dict[str, Any]:
+    """What a file of :func:`write_network` says about itself (recipe, step, role …); {} for any other file."""
+    if path is None or Path(path).suffix != ".safetensors":
+        return {}
+    with safe_open(str(path), "pt") as file:
+        return json.loads((file.metadata() or {}).get("ibot_eval", "{}"))
 
 
 def write_published(path: Path | str, networks: Mapping[str, Exported], dtype: torch.dtype | None = None) -> int:

@@ -249,3 +249,18 @@ def test_overwrite_replaces(tmp_path: Path) -> None:
     torch.save(layouts.vit().state_dict(), path)
     assert convert("--ckpt", path, "--heads", 3, "--out", path, "--overwrite") == 0
     assert list(torch.load(path, weights_only=True)) == ["teacher"]
+
+
+def test_our_own_layout_keeps_what_the_file_says_about_itself(run_folder: Path, tmp_path: Path) -> None:
+    about = {"recipe": {"seed": 7}, "step": 3, "role": "teacher", "mean": [0.3, 0.3, 0.3], "std": [0.4, 0.4, 0.4]}
+    backbone = wrap(layouts.vit(2, depth=4), family="ibot")
+    write_network(run_folder / "teacher.safetensors", backbone=backbone, head=head("shared"), metadata=about)
+    out = tmp_path / "small.safetensors"
+    assert convert("--ckpt", run_folder, "--layout", "ibot-eval", "--half", "--out", out) == 0
+    assert about.items() <= export.own_metadata(out).items()
+    assert out.stat().st_size < 0.6 * (run_folder / "teacher.safetensors").stat().st_size
+    small, large = read(out), read(run_folder)
+    assert (small.backbone.mean, small.backbone.std) == ((0.3,) * 3, (0.4,) * 3)
+    assert_equal(bare(small), {name: tensor.half().float() for name, tensor in bare(large).items()})
+    assert small.projection_head is not None
+    assert small.report.identity == large.report.identity

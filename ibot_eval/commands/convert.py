@@ -1,4 +1,4 @@
-"""Write a checkpoint in another layout: that of the published iBOT code, or timm's."""
+"""Write a checkpoint in another layout: that of the published iBOT code, timm's, or our own."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from ibot_eval.settings import CheckpointSettings
 if TYPE_CHECKING:
     from ibot_eval.checkpoint import LoadedCheckpoint
 
-ENDINGS = {"ibot": (".pth", ".pt"), "timm": (".safetensors", ".pth", ".pt")}
+ENDINGS = {"ibot": (".pth", ".pt"), "timm": (".safetensors", ".pth", ".pt"), "ibot-eval": (".safetensors",)}
 ROLES = ("student", "teacher")
 
 
 @dataclass(frozen=True)
 class Convert:
-    """Write a checkpoint as the published iBOT code saves it, or under timm's names."""
+    """Write a checkpoint as the published iBOT code saves it, under timm's names, or as pre-training here does."""
 
     out: Path | None = None
-    """File to write: .pth for the iBOT layout; .safetensors or .pth for timm's."""
-    layout: Literal["ibot", "timm"] = "ibot"
+    """File to write: .pth for the iBOT layout; .safetensors or .pth for timm's; .safetensors for our own."""
+    layout: Literal["ibot", "timm", "ibot-eval"] = "ibot"
     """ibot: student and teacher (or the one that --key names) with their projection heads; timm: one backbone, for
-    load_state_dict of a timm network without classifier."""
+    load_state_dict of a timm network without classifier; ibot-eval: one network with its head and all that its tensors
+    do not tell (with --half, half the size)."""
     half: bool = False
     """Write float16 instead of float32."""
     overwrite: bool = False
@@ -37,7 +38,7 @@ class Convert:
         out = self._checked_out()
         import torch
 
-        from ibot_eval.export import Exported, write_published, write_timm
+        from ibot_eval.export import Exported, own_metadata, write_network, write_published, write_timm
 
         networks = self._load()
         dtype = torch.float16 if self.half else None
@@ -51,15 +52,25 @@ class Convert:
                     },
                     dtype,
                 )
-            else:
+            elif self.layout == "timm":
                 (loaded,) = networks.values()
                 count = write_timm(out, loaded.backbone, dtype)
+            else:
+                (loaded,) = networks.values()
+                count = write_network(
+                    out,
+                    backbone=loaded.backbone,
+                    head=loaded.projection_head,
+                    masked_embed=loaded.masked_embed,
+                    metadata=own_metadata(loaded.report.path),
+                    dtype=dtype,
+                )
         except OSError as error:
             raise ConfigError(
                 f"cannot write {out}: {error.strerror}", todo="name a file in a folder that can be written, with space"
             ) from None
         first = next(iter(networks.values()))
-        what = " and ".join(networks) if self.layout == "ibot" else "bare backbone"
+        what = "bare backbone" if self.layout == "timm" else " and ".join(networks)
         print(f"{out}: {first.backbone.architecture}, {what}, {count} tensors in {'float16' if dtype else 'float32'}")
         for line in self._remarks(networks):
             print(line)
@@ -109,7 +120,8 @@ class Convert:
         untold += [f"images of {size[0]}x{size[1]} px"] if size else []
         untold += [f"{name} {' '.join(f'{value:g}' for value in about[name])}" for name in ("mean", "std")]
         lines = [f"left out: {', '.join(name for name, is_out in left_out.items() if is_out) or 'nothing'}"]
-        lines.append(f"not told by the tensors: {', '.join(untold)}")
+        if self.layout != "ibot-eval":
+            lines.append(f"not told by the tensors: {', '.join(untold)}")
         heads = [loaded.projection_head for loaded in networks.values() if loaded.projection_head is not None]
         if self.layout == "ibot" and any(head.sharing == "separate" for head in heads):
             lines.append(
