@@ -33,7 +33,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which images to evaluate on."""
+    """Which images to use."""
 
     data: str | None = None
     """Folder with a sub-folder per split, torch/NAME, hfds/NAME, wds/FOLDER, or demo."""

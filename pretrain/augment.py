@@ -134,8 +134,8 @@ class CroppedImage(NamedTuple):
     changes: np.ndarray
     """(G + L,) CHANGES, globals first."""
     boxes: np.ndarray
-    """(G, 5) float32: left, top, width and height of each global crop as fractions of the image's sides, and 1 if it
-    was flipped."""
+    """(G, 5) float32: left, top, width and height of each global crop in pixels of the image, and 1 if it was
+    flipped."""
 
 
 def crop(image: Image.Image, augmentation: Augmentation, rngs: Sequence[np.random.Generator]) -> CroppedImage:
@@ -163,8 +163,7 @@ def crop(image: Image.Image, augmentation: Augmentation, rngs: Sequence[np.rando
         resized = F.interpolate(part, out.shape[1:], mode="bicubic", antialias=True)[0].numpy()
         flipped = rng.random() < a.flip
         out[:] = resized[..., ::-1] if flipped else resized
-        width, height = image.size
-        boxes[i] = (left / width, top / height, (right - left) / width, (bottom - top) / height, flipped)
+        boxes[i] = (left, top, right - left, bottom - top, flipped)
         changes[i] = draw_changes(rng, a, i)
     return CroppedImage(global_crops, local_crops, changes, boxes[: a.global_crops])
 

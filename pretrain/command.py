@@ -1,4 +1,4 @@
-"""``ibot-eval pretrain``."""
+"""Pre-train an iBOT teacher on images: student, moving-average teacher, [CLS] and masked-patch losses."""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ class ObjectiveSettings:
     targets: Literal["softmax", "hardmax"] = "softmax"
     """Whether a patch's target is the teacher's distribution or its largest output alone."""
     centring: bool = True
-    """Whether the running mean is subtracted from the teacher's outputs."""
+    """Whether the running mean is subtracted from the teacher's [CLS] outputs."""
+    patch_centring: bool = True
+    """The same for its patch outputs."""
     student_temp: float = 0.1
     """Temperature of the student's outputs."""
     teacher_temp: float = 0.07
@@ -306,6 +308,9 @@ def check(settings: PretrainSettings) -> None:
     ):
         if value < 1:
             raise ConfigError(f"--{flag} {value}: at least 1 is needed")
+    patch = net.patch_size or (4 if net.arch == "swin_tiny" else 16)
+    if crops.local_crops and crops.local_size % patch:
+        raise ConfigError(f"--local-size {crops.local_size} is not a multiple of the patch size {patch}")
     for flag, value in (("student-temp", goal.student_temp), *_temperatures(goal)):
         if not value > 0:
             raise ConfigError(f"--{flag} {value}: a temperature is above 0")

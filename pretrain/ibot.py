@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pretrain.config import ObjectiveSettings
 from pretrain.losses import Centre, Targets, cls_loss, patch_losses, teacher_targets
 from pretrain.networks import Network, StudentOutputs, Tokens, prototypes
-from pretrain.tokenizers import PatchOutputs, Tokenizer
+from pretrain.tokenizers import Tokenizer
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Views:
     local_weights: Tensor | None = None
     """Likewise for the local crops, where they are masked."""
     boxes: Tensor | None = None
-    """(G * B, 5) float32 left, top, width and height of each global crop in its image as shares of the sides, and 1
-    where the crop was flipped; needed for matching by position."""
+    """(G * B, 5) float32 left, top, width and height of each global crop in pixels of its image, and 1 where the crop
+    was flipped; needed for matching by position."""
 
 
 class Temperatures(NamedTuple):
@@ -125,7 +125,9 @@ class IBOT:
             with torch.no_grad():
                 outputs = self.tokenizer.patches(views.globals, tokens)
                 patch_mean = outputs.mean()
-                asked = self._match(outputs, tokens, student.tokens, views) if dense else positions
+                asked = positions
+                if dense:
+                    asked, weights = self._match(tokens, student.tokens, views)
                 assert asked is not None  # as there are weights
                 logits = outputs.logits_at(asked)
                 if views.local_positions is not None:
@@ -156,7 +158,8 @@ class IBOT:
             cast(Centre, self.centres["patch"]).update(patch_mean)
 
     def _centre(self, kind: str) -> Tensor | None:
-        return cast(Centre, self.centres[kind]).mean if self.settings.centring else None
+        wanted = self.settings.centring if kind == "cls" else self.settings.patch_centring
+        return cast(Centre, self.centres[kind]).mean if wanted else None
 
     def _with_locals(
         self, views: Views, logits: Tensor, mean: Tensor, weights: Tensor
@@ -177,8 +180,13 @@ class IBOT:
             torch.cat([share * weights, (1 - share) * views.local_weights]),
         )
 
-    def _match(self, outputs: PatchOutputs, tokens: Tokens, student: Tensor | None, views: Views) -> Tensor:
-        """(G * B * N,) for every patch of a global view the flat position of its nearest in the next global view."""
+    def _match(self, tokens: Tokens, student: Tensor | None, views: Views) -> tuple[Tensor, Tensor]:
+        """For every patch of a global view its nearest in the next global view (iBOT appendix E, after DenseCL).
+
+        Returns:
+            (G * B * N,) flat positions, and weights of the losses: by position, only patches that the other view shows
+            too count, a mean over those of a crop and then over crops.
+        """
         count, length = len(tokens.patches), tokens.patches.shape[1]
         other = torch.arange(count, device=tokens.patches.device).roll(-views.batch)
         if self.settings.patch_objective == "feature":
@@ -186,15 +194,18 @@ class IBOT:
             mine = nn.functional.normalize(student.detach().float(), dim=-1)
             theirs = nn.functional.normalize(tokens.patches[other].float(), dim=-1)
             nearest = torch.bmm(mine, theirs.transpose(1, 2)).argmax(-1)
+            shared = torch.ones_like(nearest, dtype=torch.bool)
         else:
             assert views.boxes is not None
-            places = patch_places(views.boxes, length)
+            places, box = patch_places(views.boxes, length), views.boxes[other, None]
             nearest = torch.cdist(places, places[other]).argmin(-1)
-        return (nearest + other[:, None] * length).flatten()
+            shared = ((places >= box[..., :2]) & (places <= box[..., :2] + box[..., 2:4])).all(-1)
+        weights = shared / (shared.sum(1, keepdim=True).clamp(min=1) * count)
+        return (nearest + other[:, None] * length).flatten(), weights.flatten()
 
 
 def patch_places(boxes: Tensor, length: int) -> Tensor:
-    """(n, length, 2) x and y of patch centres in their image, as shares of its sides, for crops ``boxes`` (n, 5)."""
+    """(n, length, 2) x and y of patch centres in the pixels of their image, for crops ``boxes`` (n, 5)."""
     side = round(length**0.5)
     line = (torch.arange(side, device=boxes.device) + 0.5) / side
     left, top, width, height, flipped = boxes.unbind(1)

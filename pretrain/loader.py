@@ -48,8 +48,7 @@ class CropBatch:
     """(L * B, h', w') bool, only where local crops are masked too."""
     local_masked: Masked | None
     boxes: Tensor
-    """(G * B, 5) float32: left, top, width and height of the global crops as fractions of their image's sides; 1 if
-    flipped."""
+    """(G * B, 5) float32: left, top, width and height of the global crops in pixels of their image; 1 if flipped."""
     indices: Tensor
     """(B,) int64, indices into the split of the images seen, replacements among them."""
     labels: Tensor

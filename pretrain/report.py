@@ -16,7 +16,8 @@ def summary(record: EvalRecord, folder: Path) -> str:
         "",
     ]
     for metric in record.metrics:
-        lines.append(f"{metric['name']:<22} {metric['value']:.4g} {metric['unit']}")
+        unit = "" if metric["unit"] == "1" else metric["unit"]
+        lines.append(f"{metric['name']:<22} {metric['value']:.4g} {unit}".rstrip())
     lines += ["", *(f"note: {warning}" for warning in dict.fromkeys(record.warnings))]
     lines += [
         f"record: {folder / 'record.json'}",

@@ -62,7 +62,8 @@ def test_an_unknown_recipe_suggests_a_near_one() -> None:
         recipes.find("knn/imagenet_vit16")
 
 
-@pytest.mark.parametrize("name", recipes.names())
+# Those of pre-training, a command of its own, are tested in test_pretrain_recipes.py.
+@pytest.mark.parametrize("name", [name for name in recipes.names() if not name.startswith("pretrain/")])
 def test_recipes_that_ship_parse_and_open_with_their_command(name: str) -> None:
     path = recipes.find(name)
     assert f"--recipe {name}" in path.read_text().split("\n\n")[0], "the header must show the command"

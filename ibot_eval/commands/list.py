@@ -24,12 +24,17 @@ class List:
             }
             for name, point in registry.entries("protocols").items()
         }
+        commands = {
+            name: {"summary": registry.summary(point), "recipes": recipes.names(name)}
+            for name, point in registry.entries("commands").items()
+            if recipes.names(name)
+        }
         backbones = {name: registry.summary(point) for name, point in registry.entries("backbones").items()}
         if self.json:
-            print(jsonlib.dumps({"protocols": protocols, "backbones": backbones}, indent=2))
+            print(jsonlib.dumps({"protocols": protocols, "commands": commands, "backbones": backbones}, indent=2))
             return 0
-        for name, about in protocols.items():
-            owner = "" if about["package"] in (None, "ibot-eval") else f"  [from {about['package']}]"
+        for name, about in (protocols | commands).items():
+            owner = "" if about.get("package") in (None, "ibot-eval") else f"  [from {about['package']}]"
             print(f"{name}: {about['summary']}{owner}")
             for recipe in about["recipes"]:
                 print(f"    --recipe {recipe}")
