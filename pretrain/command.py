@@ -59,7 +59,7 @@ class Pretrain:
                 print(record.as_json() if self.output.json else summary(record, folder))
         finally:
             distributed.shutdown()
-        return 0 if record.status == "success" or self.output.stop_after is not None else 143
+        return 143 if (record.error or {}).get("kind") == "Interrupted" else 0
 
     @classmethod
     def figures(cls, *records: EvalRecord) -> dict[str, Figure]:

@@ -89,6 +89,6 @@ class Centre(nn.Module):
     def update(self, batch_mean: Tensor) -> None:
         """Moves towards the mean (K,) of this batch, averaged over ranks that each have as many samples."""
         if distributed.world_size() > 1:
-            torch.distributed.all_reduce(batch_mean)
             batch_mean = batch_mean / distributed.world_size()
+            torch.distributed.all_reduce(batch_mean)
         self.mean.mul_(self.momentum).add_(batch_mean, alpha=1 - self.momentum)

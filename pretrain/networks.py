@@ -51,6 +51,10 @@ class Trunk(nn.Module):
         # BEiT and iBOT start it at zero; for Swin see build.
         self.masked_embed = nn.Parameter(torch.zeros(1, embed_width(backbone)))
 
+    def compile(self, *arguments: Any, **settings: Any) -> None:
+        """As every module's, but for each size of images by itself: with sizes left open it takes minutes."""
+        super().compile(*arguments, **{"dynamic": False, **settings})
+
     def forward(self, images: Tensor, masks: Tensor | None = None, positions: Tensor | None = None) -> Tokens:
         """
         Args:
@@ -123,6 +127,11 @@ class Student(Network):
         """
         nothing = torch.empty(0, dtype=torch.int64, device=global_images.device)
         here = nothing if positions is None else positions
+        if self.trunk._compiled_call_impl is not None:
+            # The number of masked tokens changes from step to step; it alone is left open.
+            for given in (positions, local_positions):
+                if given is not None:
+                    torch._dynamo.maybe_mark_dynamic(given, 0)
         tokens = self.trunk(global_images, masks, None if keep_tokens else here)
         patches = tokens.patches.flatten(0, 1).index_select(0, here) if keep_tokens else tokens.patches
         cls, wanted = [tokens.cls], [patches]

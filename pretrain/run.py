@@ -20,8 +20,10 @@ from ibot_eval.errors import ConfigError, UserError
 from ibot_eval.record import EvalRecord
 from ibot_eval.run_folder import new_run_folder
 from ibot_eval.settings import CheckpointSettings, OutputSettings, RunSettings
+from ibot_eval.training.resuming import compare_settings
 from pretrain import setup
-from pretrain.config import PretrainSettings, check
+from pretrain.config import MAY_CHANGE, PretrainSettings
+from pretrain.consistency import check
 from pretrain.networks import Network
 from pretrain.probe import labelled_splits, teacher_knn
 from pretrain.train import CHECKPOINTS, Outcome, train
@@ -35,17 +37,18 @@ UNITS: dict[str, tuple[str, bool | None]] = {
     "ari": ("%", True),
     "fmi": ("%", True),
     "agreement": ("%", True),
-    "cls_loss": ("nats", False),
-    "patch_loss": ("nats", False),
-    "patch_loss_per_token": ("nats", False),
-    "teacher_entropy": ("nats", None),
-    "kl": ("nats", None),
+    "cls_loss": ("1", False),
+    "patch_loss": ("1", False),
+    "patch_loss_per_token": ("1", False),
+    "teacher_entropy": ("1", None),
+    "kl": ("1", None),
     "images_per_second": ("images/s", True),
     "mfu": ("%", True),
     "peak_memory_gb": ("GB", False),
-    "effective_epochs": ("epochs", None),
+    "effective_epochs": ("1", None),
 }
-"""What of the log goes into the record, with its unit and whether more is better."""
+"""What of the log goes into the record, with its unit and whether more is better. Losses, entropies and the KL are in
+nats, which like epochs count as 1 in a record."""
 
 
 def run(settings: PretrainSettings, command: list[str] | None = None) -> EvalRecord:
@@ -80,6 +83,8 @@ def run(settings: PretrainSettings, command: list[str] | None = None) -> EvalRec
     )
     record.data = _described(data, settings)
     record.warnings += data.warnings
+    if resume:
+        distributed.from_main(lambda: _refuse_other_images(record, folder))
     _save(record, folder)
     try:
         with watch.phase("training"):
@@ -115,14 +120,34 @@ def _resumed(settings: PretrainSettings) -> tuple[PretrainSettings, bool]:
         if not folder.is_dir():
             raise ConfigError(f"there is no run to resume at {output.resume}", todo="--resume auto, or a run's folder")
         settings = replace(settings, output=replace(output, output=folder.parent, name=folder.name))
-    record = folder / "record.json"
-    if record.exists() and EvalRecord.load(record).protocol != "pretrain":
-        raise ConfigError(f"{folder} is not a pre-training run", todo="choose another --name")
-    if not list((folder / CHECKPOINTS).glob("step_*.pt")) and output.resume != "auto":
+    saved = list((folder / CHECKPOINTS).glob("step_*.pt"))
+    if (folder / "record.json").exists():
+        earlier = EvalRecord.load(folder)
+        if earlier.protocol != "pretrain":
+            raise ConfigError(f"{folder} is not a pre-training run", todo="choose another --name")
+        if saved:
+            # Here as well as beside the checkpoint, since the record is about to be written anew.
+            before = earlier.config | {"processes": earlier.environment.get("world_size")}
+            compare_settings(before, settings.flat() | {"processes": distributed.world_size()}, MAY_CHANGE)
+    if not saved and output.resume != "auto":
         raise ConfigError(
             f"the run {folder} has no checkpoint to resume from", todo="start it anew under another --name"
         )
     return settings, True
+
+
+def _refuse_other_images(record: EvalRecord, folder: Path) -> None:
+    """Before the record of the run is written anew; the checkpoint knows the images' names as well."""
+    if not (folder / "record.json").exists() or not list((folder / CHECKPOINTS).glob("step_*.pt")):
+        return
+    splits = EvalRecord.load(folder).data.get("splits") or {}
+    before, now = ((of.get("train") or {}).get("images") for of in (splits, record.data["splits"]))
+    if before not in (None, now):
+        raise ConfigError(
+            f"the run to resume was started on {before:,} images, and there are {now:,} now",
+            where=str(record.data["reference"]),
+            todo="give the data it was started with, or start a new run",
+        )
 
 
 def _new_folder(settings: PretrainSettings) -> Path:
@@ -196,7 +221,8 @@ def _described(data: Data, settings: PretrainSettings) -> dict[str, Any]:
 def _fill(record: EvalRecord, outcome: Outcome, folder: Path) -> None:
     record.status = "success" if outcome.finished else "interrupted"
     if not outcome.finished:
-        record.error = {"kind": "Stopped", "message": f"stopped after step {outcome.steps}; --resume {folder} goes on"}
+        kind = "Interrupted" if outcome.stopped else "Stopped"
+        record.error = {"kind": kind, "message": f"stopped after step {outcome.steps}; --resume {folder} goes on"}
     found = {name: outcome.last[name] for name in UNITS if outcome.last.get(name) is not None}
     for name, value in {**found, "hours": outcome.seconds / 3600}.items():
         unit, more_is_better = UNITS.get(name, ("h", False))
@@ -205,7 +231,7 @@ def _fill(record: EvalRecord, outcome: Outcome, folder: Path) -> None:
                 "name": name,
                 "value": value,
                 "unit": unit,
-                "higher_is_better": more_is_better,
+                **({} if more_is_better is None else {"higher_is_better": more_is_better}),
                 "params": {"step": outcome.steps},
                 "n": None,
                 "interval": None,

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ibot_eval import distributed, provenance
 from ibot_eval.data.loading import explain_worker_death
-from ibot_eval.data.splits import Data
+from ibot_eval.data.splits import Data, hash_lines
 from ibot_eval.training.checkpoints import TrainingCheckpoints
 from ibot_eval.training.finite import FiniteWatch
 from ibot_eval.training.logs import TrainingLog
@@ -51,6 +51,8 @@ class Outcome(NamedTuple):
     """Spent in the loop, over all resumptions."""
     last: dict[str, Any]
     """Last value of everything that was logged."""
+    stopped: bool
+    """Whether a signal ended it before its end."""
 
 
 def train(
@@ -107,13 +109,14 @@ def train(
     checkpoints = TrainingCheckpoints(folder / CHECKPOINTS, output.keep)
     log = TrainingLog(folder, tensorboard=output.tensorboard)
     predictions = EpochPredictions()
+    data_id = {"images": len(split), "names": hash_lines("names", split.image_ids)}
     first, seconds_before, last = 0, 0.0, {}
     seed_generators(settings.engine.seed + rank)  # drop path differs between ranks
     found = checkpoints.latest() if resume else None
     if found is not None:
         first, state = found
         compare_settings(state["settings"], settings.flat() | {"processes": world}, MAY_CHANGE)
-        compare_settings(state["data"], {"images": len(split)})
+        compare_settings(state["data"], data_id)
         student.load_state_dict(state["student"])
         teacher.load_state_dict(state["teacher"])
         ibot.centres.load_state_dict(state["centres"])
@@ -131,7 +134,7 @@ def train(
         state = {
             "step": step,
             "settings": settings.flat() | {"processes": world},
-            "data": {"images": len(split)},
+            "data": data_id,
             "student": student.state_dict(),
             "teacher": teacher.state_dict(),
             "centres": ibot.centres.state_dict(),
@@ -184,6 +187,7 @@ def train(
     progress = Progress(end * passes, images_per_step // passes, done=first * passes)
     begin = time.perf_counter()
     student.train()
+    stopping = False
 
     with explain_worker_death(), closing(loader), closing(progress.over(loader)) as batches, StopRequest() as stop:
         step = first
@@ -206,7 +210,7 @@ def train(
                 means.append((result.cls_mean, result.patch_mean))
                 predictions.add(result, batch.labels)
             norms = clip_each_([p for _, p in trained], opt.clip)
-            watch.check(step, [*finite_flags(result, views.globals), (gradients, torch.isfinite(norms))])
+            watch.check(step + 1, [*finite_flags(result, views.globals), (gradients, torch.isfinite(norms))])
             if epoch < opt.freeze_last_layer:
                 for parameter in prototypes:
                     parameter.grad = None
@@ -255,7 +259,9 @@ def train(
             if stopping:
                 break
     log.close()
-    return Outcome(step, step == plan.steps, seconds_before + time.perf_counter() - begin, last)
+    return Outcome(
+        step, step == plan.steps, seconds_before + time.perf_counter() - begin, last, stopping and step < end
+    )
 
 
 def _mean(means: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

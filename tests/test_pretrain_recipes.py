@@ -15,7 +15,8 @@ import yaml
 from ibot_eval import cli, recipes
 from pretrain import setup
 from pretrain.command import Pretrain
-from pretrain.config import PretrainSettings, check
+from pretrain.config import PretrainSettings
+from pretrain.consistency import check
 from tests.conftest import REPOSITORY
 
 NAMES = recipes.names("pretrain")
