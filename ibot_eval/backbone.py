@@ -98,6 +98,9 @@ class Backbone(nn.Module, ABC):
         """Embedded patches (B, h, w, D) through all blocks; not normed, gradients flow."""
         raise NotImplementedError(f"{self.architecture} cannot be trained here")
 
+    keep_positions: bool = True
+    """Whether positions resized for another image size are kept. Off in training, where the weights change with every
+    step, and comparing them with those that were kept would wait for the device."""
     checkpoint_blocks: bool = False
     """Whether training recomputes each block in the backward pass instead of keeping its activations."""
 

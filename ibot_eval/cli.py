@@ -73,7 +73,7 @@ def dispatch(argv: list[str]) -> int:
     if both := commands.keys() & protocols.keys():
         raise ConfigError(f"{', '.join(sorted(both))}: registered both as a command and as a protocol")
     if name in commands:
-        command = parse(registry.load("commands", name), expand_recipe(rest), name)
+        command = parse(registry.load("commands", name), expand_recipe(rest, name), name)
         engine = getattr(command, "engine", None)
         return start_processes(engine, argv) if engine and engine.launch else command.run()
     if name in protocols:
@@ -99,6 +99,7 @@ def overview() -> str:
         "  ibot-eval knn                                     the embedded demonstration",
         "  ibot-eval inspect --ckpt FILE                     what a checkpoint holds",
         "  ibot-eval knn --ckpt FILE --data FOLDER           k-NN accuracy; FOLDER has train/ and val/",
+        "  ibot-eval pretrain --recipe pretrain/digits       train a small network on the embedded digits",
     ]
     return "\n".join(lines)
 
@@ -120,8 +121,8 @@ def parse(kind: type[T], argv: list[str], name: str, description: str | None = N
         print(re.sub(r"\(default:([\s│]+)None\)", r"         \1     ", printed.getvalue()), end="")
 
 
-def expand_recipe(argv: list[str]) -> list[str]:
-    """Puts the flags of ``--recipe NAME`` before the user's own."""
+def expand_recipe(argv: list[str], command: str | None = None) -> list[str]:
+    """Puts the flags of ``--recipe NAME`` before the user's own; refuses a recipe that belongs to another command."""
     for position, token in enumerate(argv):
         if token == "--recipe":
             if position + 1 == len(argv):
@@ -131,6 +132,11 @@ def expand_recipe(argv: list[str]) -> list[str]:
             name = token.partition("=")[2]
         else:
             continue
+        owner = name.partition("/")[0]
+        if command is not None and name in recipes.names() and owner != command:
+            raise ConfigError(
+                f"the recipe {name} belongs to `ibot-eval {owner}`", todo=suggest(name, recipes.names(command))
+            )
         return [*recipes.flags(recipes.find(name)), *argv]
     return argv
 
@@ -162,7 +168,7 @@ class ProtocolCall(NamedTuple):
 def parse_protocol(name: str, argv: list[str]) -> ProtocolCall:
     """``argv`` of ``ibot-eval NAME``, its recipe included, as settings."""
     kind = registry.load_protocol(name)
-    argv = expand_recipe(argv)
+    argv = expand_recipe(argv, name)
     groups = {
         "checkpoint": CheckpointSettings,
         "data": DataSettings,

@@ -40,9 +40,9 @@ class DataSettings:
     data_root: Path | None = None
     """Where torch/… and wds/… data sets lie."""
     train_split: str = "train"
-    """Name of the training (gallery) split."""
+    """Name of the training split (the gallery of k-NN)."""
     test_split: str | None = None
-    """Name of the test (query) split. Default: the first of val, validation, test that exists."""
+    """Name of the test split (the queries of k-NN). Default: the first of val, validation, test that exists."""
     test_labels: Path | None = None
     """Labels of a flat test folder: a text or CSV file with a line 'image label' per image."""
     train_per_class: int | None = None
@@ -62,7 +62,7 @@ class DataSettings:
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Resampling filter (PIL, antialiased)."""
     mean: tuple[float, float, float] | None = None
-    """Per-channel mean of the inputs, 0 to 1. Default: the checkpoint family's."""
+    """Per-channel mean of the inputs, 0 to 1. Default: the checkpoint family's; ImageNet's in pre-training."""
     std: tuple[float, float, float] | None = None
     """Per-channel deviation of the inputs. Default: the checkpoint family's."""
 

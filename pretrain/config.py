@@ -250,7 +250,7 @@ class PretrainSettings:
 
     def groups(self) -> Iterator[Any]:
         """The groups, in order."""
-        for item in dataclasses.fields(self):
+        for item in dataclasses.fields(PretrainSettings):
             yield getattr(self, item.name)
 
     def flat(self) -> dict[str, Any]:
@@ -265,7 +265,7 @@ class PretrainSettings:
         """These settings with some flags (names as in :meth:`flat`) changed."""
         changed: dict[str, Any] = {}
         left = dict(flags)
-        for item in dataclasses.fields(self):
+        for item in dataclasses.fields(PretrainSettings):
             group = getattr(self, item.name)
             own = {name: left.pop(name) for name in list(left) if name in vars(group)}
             changed[item.name] = dataclasses.replace(group, **own)
@@ -276,7 +276,7 @@ class PretrainSettings:
 
 MAY_CHANGE = frozenset(
     [item.name for item in dataclasses.fields(PretrainOutput)]
-    + ["workers", "launch", "data", "data_root", "download", "resize", "crop"]
+    + ["device", "workers", "launch", "bad_images", "data", "data_root", "download", "resize", "crop"]
 )
 """Flags that a resumed run may give another value: none touches the weights. A data set may have moved: its images are
 compared by their names."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from ibot_eval.errors import ConfigError
-from pretrain.config import ObjectiveSettings, PretrainSettings
+from pretrain.config import PretrainSettings
 
 
 def check(settings: PretrainSettings) -> None:
     """Raises ConfigError for settings that contradict each other, before anything is read or built."""
     net, head, goal = settings.network, settings.head, settings.objective
-    crops, opt = settings.crops, settings.optimiser
+    crops = settings.crops
     own = [name for name in ("width", "depth", "heads") if getattr(net, name) is not None]
     if net.arch == "vit" and len(own) < 3:
         raise ConfigError("--arch vit needs --width, --depth and --heads")
@@ -20,38 +19,10 @@ def check(settings: PretrainSettings) -> None:
         raise ConfigError(f"--{own[0]} belongs to --arch vit; {net.arch} has its own")
     if net.width and net.heads and net.width % net.heads:
         raise ConfigError(f"--width {net.width} is not a multiple of --heads {net.heads}")
-    for flag, value in (
-        ("prototypes", head.prototypes),
-        ("hidden", head.hidden),
-        ("bottleneck", head.bottleneck),
-        ("patch-size", 1 if net.patch_size is None else net.patch_size),
-        ("global-crops", crops.global_crops),
-        ("epochs", opt.epochs),
-        ("batch-size", opt.batch_size),
-        ("accumulate", opt.accumulate),
-        ("log-every", settings.output.log_every),
-        ("save-every", settings.output.save_every),
-        ("keep", settings.output.keep),
-    ):
-        if value < 1:
-            raise ConfigError(f"--{flag} {value}: at least 1 is needed")
+    _check_ranges(settings)
     patch = net.patch_size or (4 if net.arch == "swin_tiny" else 16)
     if crops.local_crops and crops.local_size % patch:
         raise ConfigError(f"--local-size {crops.local_size} is not a multiple of the patch size {patch}")
-    for flag, value in (("student-temp", goal.student_temp), *_temperatures(goal)):
-        if not value > 0:
-            raise ConfigError(f"--{flag} {value}: a temperature is above 0")
-    for flag, value in (
-        ("momentum", opt.momentum),
-        ("centre-momentum", goal.centre_momentum),
-        ("patch-centre-momentum", goal.patch_centre_momentum),
-        ("drop-path", net.drop_path),
-    ):
-        if not 0 <= value < (1 if flag == "drop-path" else 1 + 1e-12):
-            raise ConfigError(f"--{flag} {value}: it lies between 0 and 1")
-    for flag, value in (("cls-weight", goal.cls_weight), ("patch-weight", goal.patch_weight), ("clip", opt.clip)):
-        if not (value >= 0 and math.isfinite(value)):
-            raise ConfigError(f"--{flag} {value}: it is 0 or above")
     if goal.cls_weight == goal.patch_weight == 0:
         raise ConfigError("--cls-weight 0 with --patch-weight 0 leaves no loss")
     if goal.cls_weight > 0 and crops.global_crops + crops.local_crops < 2:
@@ -73,8 +44,39 @@ def check(settings: PretrainSettings) -> None:
         )
 
 
-def _temperatures(goal: ObjectiveSettings) -> Iterator[tuple[str, float]]:
-    for name in ("teacher_temp", "teacher_temp_start", "patch_teacher_temp", "patch_teacher_temp_start"):
-        value = getattr(goal, name)
-        if value is not None:
-            yield name.replace("_", "-"), value
+def _check_ranges(settings: PretrainSettings) -> None:
+    given = {name: value for name, value in settings.flat().items() if value is not None}
+    for names, fits, needed in (
+        (_COUNTS, lambda value: value >= 1, "at least 1 is needed"),
+        (_NATURAL, lambda value: value >= 0, "it is 0 or above"),
+        (_POSITIVE, lambda value: 0 < value < math.inf, "it must be above 0"),
+        (_AMOUNTS, lambda value: 0 <= value < math.inf, "it is 0 or above"),
+        (_SHARES, lambda value: 0 <= value <= 1, "it lies between 0 and 1"),
+        ({"drop_path"}, lambda value: 0 <= value < 1, "it lies between 0 and 1, which would drop every path"),
+    ):
+        for name in sorted(names & given.keys()):
+            for value in given[name] if isinstance(given[name], list) else [given[name]]:
+                if not fits(value):
+                    raise ConfigError(f"--{name.replace('_', '-')} {value}: {needed}")
+    if settings.head.prototypes < 2:
+        raise ConfigError("--prototypes 1: a single prototype leaves nothing to tell apart", todo="use 2 or more")
+
+
+_COUNTS = {
+    *("hidden", "bottleneck", "patch_size", "window", "width", "depth", "heads", "prototypes", "patch_prototypes"),
+    *("global_crops", "global_size", "local_size", "epochs", "batch_size", "accumulate"),
+    *("log_every", "keep", "save_every", "knn_per_class", "stop_after"),
+}
+_NATURAL = {
+    *("local_crops", "mask_start_epoch", "save_steps", "knn_every", "lr_warmup", "teacher_temp_warmup", "workers"),
+    "freeze_last_layer",
+}
+_POSITIVE = {
+    *("lr", "student_temp", "teacher_temp", "teacher_temp_start", "patch_teacher_temp", "patch_teacher_temp_start"),
+    *("position_std", "aspect"),
+}
+_AMOUNTS = {"cls_weight", "patch_weight", "clip", "lr_end", "weight_decay", "weight_decay_end", "init_gain"}
+_SHARES = {
+    *("momentum", "centre_momentum", "patch_centre_momentum"),
+    *("pred_ratio", "pred_ratio_var", "flip", "blur"),
+}

@@ -136,7 +136,7 @@ def figures(*records: EvalRecord) -> dict[str, Figure]:
 def _read(record: EvalRecord) -> _Run:
     path = None if record.folder is None else record.folder / "log.jsonl"
     rows = read_log(path) if path is not None and path.exists() else []
-    ended = [row for row in rows if row.get("event") == "epoch" and row.get("epoch")]
+    ended = [row for row in rows if row.get("event") in ("epoch", "knn") and row.get("epoch")]
     config = record.config
     k = config.get("prototypes")
     # A tokenizer brings its own vocabulary, whose size no setting tells.

@@ -191,14 +191,18 @@ class IBOT:
         other = torch.arange(count, device=tokens.patches.device).roll(-views.batch)
         if self.settings.patch_objective == "feature":
             assert student is not None
-            mine = nn.functional.normalize(student.detach().float(), dim=-1)
-            theirs = nn.functional.normalize(tokens.patches[other].float(), dim=-1)
-            nearest = torch.bmm(mine, theirs.transpose(1, 2)).argmax(-1)
+            # In bfloat16, similarities near 1 tie.
+            with torch.autocast(student.device.type, enabled=False):
+                mine = nn.functional.normalize(student.detach().float(), dim=-1)
+                theirs = nn.functional.normalize(tokens.patches[other].float(), dim=-1)
+                nearest = torch.bmm(mine, theirs.transpose(1, 2)).argmax(-1)
             shared = torch.ones_like(nearest, dtype=torch.bool)
         else:
             assert views.boxes is not None
             places, box = patch_places(views.boxes, length), views.boxes[other, None]
-            nearest = torch.cdist(places, places[other]).argmin(-1)
+            # Not by a matrix product, whose reduced precision on GPUs is pixels wide.
+            exact = "donot_use_mm_for_euclid_dist"
+            nearest = torch.cdist(places, places[other], compute_mode=exact).argmin(-1)
             shared = ((places >= box[..., :2]) & (places <= box[..., :2] + box[..., 2:4])).all(-1)
         weights = shared / (shared.sum(1, keepdim=True).clamp(min=1) * count)
         return (nearest + other[:, None] * length).flatten(), weights.flatten()

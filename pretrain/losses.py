@@ -21,6 +21,7 @@ class Targets(NamedTuple):
     """(…, K), rows sum to 1."""
     scores: Tensor
     """(…, K) centred logits over the temperature, whose softmax ``probabilities`` are unless hard."""
+    hard: bool = False
 
     def entropy(self) -> Tensor:
         """(…) nats, of the teacher's softmax output (DINO section 5.3)."""
@@ -40,7 +41,7 @@ def teacher_targets(
     """
     scores = (logits if centre is None else logits - centre) / temperature
     if kind == "hardmax":
-        return Targets(nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores.dtype), scores)
+        return Targets(nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores.dtype), scores, hard=True)
     return Targets(scores.softmax(-1), scores)
 
 

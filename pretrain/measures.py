@@ -37,20 +37,26 @@ def measures(result: StepResult, norms: Tensor, student_temp: float) -> dict[str
     if student.shape[0] > 1:
         across = cls_loss(student, result.targets.probabilities, student_temp)
         values["kl"] = across - values["teacher_entropy"]
-    if result.patch_targets is not None and result.weights is not None:
+    patches = result.patch_targets
+    if patches is not None and result.weights is not None:
+        # Sums, for ranks have different numbers of masked tokens, and some have none.
         valid = (result.weights > 0).to(torch.float32)
         values["masked_tokens"] = valid.sum()
-        values["patch_entropy"] = (result.patch_targets.entropy() * valid).sum() / valid.sum().clamp(min=1)
-        values["patch_kl"] = values["patch_loss_per_token"] - values["patch_entropy"]
+        values["patch_entropy"] = (patches.entropy() * valid).sum()
+        values["patch_loss_per_token"] = result.patch_loss_per_token * valid.sum()
     stacked = torch.stack([value.to(torch.float32) for value in values.values()])
     if distributed.world_size() > 1:
         torch.distributed.all_reduce(stacked)
         stacked = stacked / distributed.world_size()
     named = dict(zip(values, stacked.tolist(), strict=True))
-    if named.pop("masked_tokens", 1) == 0:
+    if patches is not None:
         # A batch without a masked token says nothing about patches; a 0 would read as a collapse.
-        for name in ("patch_loss_per_token", "patch_entropy", "patch_kl"):
-            named[name] = math.nan
+        tokens = named.pop("masked_tokens") or math.nan
+        for name in ("patch_loss_per_token", "patch_entropy"):
+            named[name] /= tokens
+        # A hard target has no entropy of its own.
+        own = 0.0 if patches.hard else named["patch_entropy"]
+        named["patch_kl"] = named["patch_loss_per_token"] - own
     return named
 
 
@@ -73,12 +79,13 @@ class EpochPredictions:
         student = result.student_cls.unflatten(0, (-1, len(labels)))
         self._teacher.append(teacher)
         self._agreed.append((student[min(1, len(student) - 1)].argmax(-1) == teacher).to(torch.float32))
-        self._labels.append(labels)
+        self._labels.append(labels.clone())  # not a view of page-locked memory, which is wanted for the next batches
 
     def state(self) -> dict[str, Tensor]:
         """On the CPU, for a checkpoint."""
         parts = {"teacher": self._teacher, "agreed": self._agreed, "labels": self._labels}
-        return {name: torch.cat(tensors).cpu() for name, tensors in parts.items() if tensors}
+        # Part by part: what a checkpoint brought back is on the CPU already.
+        return {name: torch.cat([part.cpu() for part in tensors]) for name, tensors in parts.items() if tensors}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         for name, tensors in (("teacher", self._teacher), ("agreed", self._agreed), ("labels", self._labels)):
@@ -117,5 +124,5 @@ def finite_flags(result: StepResult, images: Tensor) -> list[tuple[str, Tensor]]
 
 
 def _all_finite(tensor: Tensor) -> Tensor:
-    # The sum of a tensor's values times zero is 0 or NaN: one pass without a bool tensor of its size.
-    return torch.isfinite(tensor.detach().to(torch.float32).mul(0).sum())
+    # One pass and no tensor of its size; what is looked at here is far from sums that leave float32.
+    return torch.isfinite(tensor.detach().sum(dtype=torch.float32))

@@ -256,6 +256,7 @@ def build(settings: PretrainSettings, patch_prototypes: int | None = None) -> tu
             # the way back multiply their gradient by 1 / sqrt(EPS), up to infinity.
             nn.init.trunc_normal_(masked, std=0.02)
     teacher_backbone.load_state_dict(backbone.state_dict())
+    backbone.keep_positions = teacher_backbone.keep_positions = False
     weights = student_head.state_dict()
     if of_student == "last-separate" and of_teacher == "shared" and patch_k in (None, head.prototypes):
         # The published code writes both of the student's last layers into the teacher's one, that of patches last; the

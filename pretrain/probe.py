@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from ibot_eval.data.transforms import EvalTransform
 from ibot_eval.errors import DataError
 from ibot_eval.metrics.votes import cumulative_votes
 from ibot_eval.neighbors import search
+from ibot_eval.training.logs import read_log
 
 HEADLINE_K = 20
 """The k of ``knn_top1``, or the nearest to it that was asked for; the same rule as the k-NN protocol's."""
@@ -100,6 +102,12 @@ def teacher_knn(
     }
     headline = min(usable, key=lambda k: (abs(k - HEADLINE_K), k))
     return {f"knn_top1@k={k}": value for k, value in top1.items()} | {"knn_top1": top1[headline]}
+
+
+def logged_knn(path: Path) -> dict[int, dict[str, float]]:
+    """What the log of a run says that the probe found, by step and in order; empty without a log."""
+    rows = [row for row in read_log(path) if row.get("event") == "knn"] if path.exists() else []
+    return {row["step"]: {name: value for name, value in row.items() if name.startswith("knn")} for row in rows}
 
 
 def _labelled(data: Data, role: str, per_class: int | None) -> ImageSplit:

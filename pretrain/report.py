@@ -18,10 +18,12 @@ def summary(record: EvalRecord, folder: Path) -> str:
     for metric in record.metrics:
         unit = "" if metric["unit"] == "1" else metric["unit"]
         lines.append(f"{metric['name']:<22} {metric['value']:.4g} {unit}".rstrip())
-    lines += ["", *(f"note: {warning}" for warning in dict.fromkeys(record.warnings))]
+    lines += ["", *(f"warning: {warning}" for warning in dict.fromkeys(record.warnings))]
+    # Only what was opened as labelled train and test splits is known to serve.
+    data = config["data"] if "test" in (record.data["splits"] or {}) else "LABELLED_FOLDER"
     lines += [
         f"record: {folder / 'record.json'}",
         f"curves: ibot-eval plot {folder}",
-        f"evaluate: ibot-eval knn --ckpt {folder} --data {config['data']}",
+        f"evaluate: ibot-eval knn --ckpt {folder} --data {data}",
     ]
     return "\n".join(lines)

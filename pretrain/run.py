@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from ibot_eval import distributed, provenance
 from ibot_eval.data.opening import open_data
 from ibot_eval.data.splits import Data
 from ibot_eval.data.transforms import eval_transform
-from ibot_eval.errors import ConfigError, UserError
+from ibot_eval.errors import ConfigError, DataError, UserError
 from ibot_eval.record import EvalRecord
-from ibot_eval.run_folder import new_run_folder
-from ibot_eval.settings import CheckpointSettings, OutputSettings, RunSettings
-from ibot_eval.training.resuming import compare_settings
 from pretrain import setup
-from pretrain.config import MAY_CHANGE, PretrainSettings
+from pretrain.config import PretrainSettings
 from pretrain.consistency import check
+from pretrain.folder import EFFECTIVE, new_folder, refuse_other_images, resumed, take
 from pretrain.networks import Network
 from pretrain.probe import labelled_splits, teacher_knn
-from pretrain.train import CHECKPOINTS, Outcome, train
+from pretrain.train import REPLACED, Outcome, train
+from pretrain.views import rank_error
 
 VERSION = 1
 """Of pre-training as records know it; raised whenever the same settings may give other weights."""
@@ -62,13 +63,18 @@ def run(settings: PretrainSettings, command: list[str] | None = None) -> EvalRec
         raise ConfigError(f"--seed {settings.engine.seed} is out of range", todo="use 0 to 2^63 - 1")
     device = distributed.init(settings.engine.device)
     precision = setup.precision_of(settings, device)
-    settings, resume = distributed.from_main(lambda: _resumed(settings))
+    setup.augmentation_of(settings)
+    setup.masking_of(settings)
+    settings, earlier = distributed.from_main(lambda: resumed(settings))
     watch = provenance.Stopwatch()
     with watch.phase("data"):
         data = _open(settings)
     evaluate = _evaluation(settings, data, device, precision)
+    resume = earlier is not None
     folder = settings.output.output / settings.output.name if resume and settings.output.name else None
-    folder = folder or Path(distributed.from_main(lambda: str(_new_folder(settings))))
+    folder = folder or Path(distributed.from_main(lambda: str(new_folder(settings))))
+    lock = FileLock(folder / ".lock")
+    distributed.from_main(lambda: take(lock, folder))
     record = EvalRecord(
         run=folder.name,
         protocol="pretrain",
@@ -83,85 +89,58 @@ def run(settings: PretrainSettings, command: list[str] | None = None) -> EvalRec
     )
     record.data = _described(data, settings)
     record.warnings += data.warnings
-    if resume:
-        distributed.from_main(lambda: _refuse_other_images(record, folder))
-    _save(record, folder)
+    started = False
+
+    def ready(effective: dict[str, Any]) -> None:
+        # Only now, so that a run that cannot be resumed keeps the record that it has.
+        nonlocal started
+        started = True
+        record.config |= {EFFECTIVE: effective}
+        _save(record, folder)
+
+    if earlier is None:
+        _save(record, folder)
+    else:
+        refuse_other_images(record, earlier)
+        # The images that were replaced are counted over the whole run, and told at its end.
+        kept = [text for text in earlier.warnings if REPLACED not in text]
+        record.warnings = list(dict.fromkeys(kept + record.warnings))
     try:
         with watch.phase("training"):
-            outcome = train(settings, data, folder, device, resume=resume, say=_teller(record), evaluate=evaluate)
+            say = _teller(record)
+            outcome = train(settings, data, folder, device, resume=resume, say=say, evaluate=evaluate, ready=ready)
         _fill(record, outcome, folder)
-    except BaseException as error:
+    except BaseException as caught:
+        error = _first_error(caught, folder)
         record.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
         record.error = {"kind": type(error).__name__, "message": str(error) or record.status}
         if not isinstance(error, (UserError, KeyboardInterrupt)):
             record.error["traceback"] = "".join(traceback.format_exception(error))
+        if error is not caught:
+            raise error from caught
         raise
     finally:
-        record.timing = watch.as_dict(device)
+        speed = next((metric["value"] for metric in record.metrics if metric["name"] == "images_per_second"), None)
+        record.timing = watch.as_dict(device, speed)
         # Failing to write the record must not hide why the run failed.
         with suppress(OSError) if record.status != "success" else nullcontext():
-            _save(record, folder)
+            if started or not resume:
+                _save(record, folder)
+        lock.release()
     return record
 
 
-def _resumed(settings: PretrainSettings) -> tuple[PretrainSettings, bool]:
-    """The settings with the folder of the run to resume filled in, and whether there is one."""
-    output = settings.output
-    if output.resume == "never":
-        return settings, False
-    if output.resume == "auto":
-        if output.name is None:
-            raise ConfigError("--resume auto needs the --name of the run", todo="--name NAME, or --resume runs/NAME")
-        folder = output.output / output.name
-        if not folder.exists():
-            return settings, False
-    else:
-        folder = Path(output.resume)
-        if not folder.is_dir():
-            raise ConfigError(f"there is no run to resume at {output.resume}", todo="--resume auto, or a run's folder")
-        settings = replace(settings, output=replace(output, output=folder.parent, name=folder.name))
-    saved = list((folder / CHECKPOINTS).glob("step_*.pt"))
-    if (folder / "record.json").exists():
-        earlier = EvalRecord.load(folder)
-        if earlier.protocol != "pretrain":
-            raise ConfigError(f"{folder} is not a pre-training run", todo="choose another --name")
-        if saved:
-            # Here as well as beside the checkpoint, since the record is about to be written anew.
-            before = earlier.config | {"processes": earlier.environment.get("world_size")}
-            compare_settings(before, settings.flat() | {"processes": distributed.world_size()}, MAY_CHANGE)
-    if not saved and output.resume != "auto":
-        raise ConfigError(
-            f"the run {folder} has no checkpoint to resume from", todo="start it anew under another --name"
-        )
-    return settings, True
-
-
-def _refuse_other_images(record: EvalRecord, folder: Path) -> None:
-    """Before the record of the run is written anew; the checkpoint knows the images' names as well."""
-    if not (folder / "record.json").exists() or not list((folder / CHECKPOINTS).glob("step_*.pt")):
-        return
-    splits = EvalRecord.load(folder).data.get("splits") or {}
-    before, now = ((of.get("train") or {}).get("images") for of in (splits, record.data["splits"]))
-    if before not in (None, now):
-        raise ConfigError(
-            f"the run to resume was started on {before:,} images, and there are {now:,} now",
-            where=str(record.data["reference"]),
-            todo="give the data it was started with, or start a new run",
-        )
-
-
-def _new_folder(settings: PretrainSettings) -> Path:
-    named = RunSettings(
-        checkpoint=CheckpointSettings(ckpt=settings.network.arch),
-        data=settings.data,
-        output=OutputSettings(output=settings.output.output, name=settings.output.name),
-    )
-    try:
-        return new_run_folder("pretrain", named)
-    except ConfigError as error:
-        if settings.output.name and (settings.output.output / settings.output.name / CHECKPOINTS).exists():
-            raise ConfigError(error.what, todo="--resume auto continues it; or choose another --name") from None
-        raise
+def _first_error(error: BaseException, folder: Path) -> BaseException:
+    """What ended the run: ``error``, unless it only says that another rank has gone, and that rank left a word."""
+    if isinstance(error, UserError):
+        return error
+    for rank in range(1, distributed.world_size()):
+        path = rank_error(folder, rank)
+        if path.exists():
+            text = path.read_text(encoding="utf-8")
+            path.unlink()
+            return DataError(f"rank {rank}: {text}")
+    return error
 
 
 def _open(settings: PretrainSettings) -> Data:
@@ -170,8 +149,13 @@ def _open(settings: PretrainSettings) -> Data:
             "no data to train on",
             todo="--data FOLDER (with train/ inside, or --train-split .), or --recipe pretrain/digits for a first try",
         )
-    roles = ("train", "test") if settings.output.knn_every else ("train",)
-    return open_data(settings.data, roles=roles, labelled=False)
+    if not settings.output.knn_every:
+        return open_data(settings.data, roles=("train",), labelled=False)
+    try:
+        return open_data(settings.data, labelled=False)
+    except DataError as error:
+        todo = f"{error.todo}; or leave out the k-NN evaluation, which needs a test split (--knn-every 0)"
+        raise DataError(error.what, where=error.where, todo=todo.removeprefix("None; or ")) from error
 
 
 def _evaluation(
@@ -221,7 +205,7 @@ def _described(data: Data, settings: PretrainSettings) -> dict[str, Any]:
 def _fill(record: EvalRecord, outcome: Outcome, folder: Path) -> None:
     record.status = "success" if outcome.finished else "interrupted"
     if not outcome.finished:
-        kind = "Interrupted" if outcome.stopped else "Stopped"
+        kind = "Stopped" if outcome.signal is None else signal.Signals(outcome.signal).name
         record.error = {"kind": kind, "message": f"stopped after step {outcome.steps}; --resume {folder} goes on"}
     found = {name: outcome.last[name] for name in UNITS if outcome.last.get(name) is not None}
     for name, value in {**found, "hours": outcome.seconds / 3600}.items():
@@ -244,9 +228,10 @@ def _fill(record: EvalRecord, outcome: Outcome, folder: Path) -> None:
     record.artifacts.append({"path": "log.jsonl", "kind": "log"})
 
 
-def _teller(record: EvalRecord) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        record.warnings.append(text)
+def _teller(record: EvalRecord) -> Callable[..., None]:
+    def say(text: str, *, warning: bool = False) -> None:
+        if warning:
+            record.warnings.append(text)
         if distributed.is_main():
             print(f"\n{text}" if text.startswith("alarm") else text, file=sys.stderr)
 

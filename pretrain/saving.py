@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ibot_eval.export import write_network
-from pretrain.config import PretrainSettings
+from pretrain.config import MAY_CHANGE, PretrainSettings
 from pretrain.networks import Network
 
 
@@ -26,7 +26,9 @@ def export_networks(folder: Path, student: Network, teacher: Network, settings: 
 
 def metadata(settings: PretrainSettings, role: str, step: int) -> dict[str, Any]:
     """What the file says about itself besides its architecture."""
-    about: dict[str, Any] = {"role": role, "step": step, "recipe": settings.flat(), "torch": torch.__version__}
+    # What touches no weight would only make the files of equal runs differ.
+    recipe = {name: value for name, value in settings.flat().items() if name not in MAY_CHANGE or name == "data"}
+    about: dict[str, Any] = {"role": role, "step": step, "recipe": recipe, "torch": torch.__version__}
     data = settings.data
     if data.mean is not None and data.std is not None:
         about |= {"mean": list(data.mean), "std": list(data.std)}

@@ -57,17 +57,22 @@ def schedule(settings: PretrainSettings, steps_per_epoch: int, images_per_step: 
     opt, goal = settings.optimiser, settings.objective
     notices = []
 
-    def fitting(warmup: int, what: str) -> int:
-        if warmup <= opt.epochs:
+    def fitting(warmup: int, what: str, start: int = 0) -> int:
+        if start + warmup <= opt.epochs:
             return warmup
-        shorter = opt.epochs // 10
-        takes = f"is shortened from {warmup} to {shorter} epochs" if shorter else f"of {warmup} epochs is left out"
-        notices.append(f"the warm-up of the {what} {takes}: a tenth of this run, which has {opt.epochs}")
+        tenth = opt.epochs // 10
+        shorter = min(tenth, opt.epochs - start)
+        takes = f"is {shorter} epochs long" if shorter else "is left out"
+        room = f"{opt.epochs} epochs" + (f", masks from epoch {start}" if start else "")
+        notices.append(f"the warm-up of the {what} {takes}: the run has {room}, too few for {warmup}")
         return shorter
 
     lr_warmup = fitting(opt.lr_warmup, "learning rate")
     temp_warmup = fitting(goal.teacher_temp_warmup, "teacher's temperature")
     steps = opt.epochs * steps_per_epoch
+    # The published code lets the patches' temperature wait for the first masks.
+    wait = min(settings.masks.mask_start_epoch, opt.epochs)
+    patch_warmup = fitting(goal.teacher_temp_warmup, "teacher's patch temperature", wait) if wait else temp_warmup
     patch_end = goal.teacher_temp if goal.patch_teacher_temp is None else goal.patch_teacher_temp
     patch_start = goal.teacher_temp_start if goal.patch_teacher_temp_start is None else goal.patch_teacher_temp_start
     return Schedule(
@@ -77,8 +82,12 @@ def schedule(settings: PretrainSettings, steps_per_epoch: int, images_per_step: 
         cosine(opt.weight_decay, opt.weight_decay_end, steps),
         cosine(opt.momentum, 1.0, steps),
         warmup_then_constant(goal.teacher_temp_start, goal.teacher_temp, opt.epochs, temp_warmup),
-        warmup_then_constant(patch_start, patch_end, opt.epochs, temp_warmup),
+        np.concatenate([np.full(wait, patch_start), _ramp(patch_start, patch_end, opt.epochs - wait, patch_warmup)]),
         lr_warmup,
         temp_warmup,
         tuple(notices),
     )
+
+
+def _ramp(start: float, end: float, epochs: int, warmup: int) -> np.ndarray:
+    return warmup_then_constant(start, end, epochs, warmup) if epochs else np.empty(0)

@@ -61,7 +61,8 @@ def tokenizer_of(settings: PretrainSettings, device: torch.device) -> FrozenToke
     """The frozen tokenizer asked for."""
     if settings.objective.tokenizer is None or settings.objective.patch_weight == 0:
         return None
-    return FrozenTokenizer(load_checkpoint(CheckpointSettings(ckpt=settings.objective.tokenizer)), device)
+    loaded = load_checkpoint(CheckpointSettings(ckpt=settings.objective.tokenizer))
+    return FrozenTokenizer(loaded, device, settings.data.mean or IMAGENET_MEAN, settings.data.std or IMAGENET_STD)
 
 
 def check_cells(tokenizer: Tokenizer | None, student: Student) -> Tokenizer | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ibot_eval.checkpoint import LoadedCheckpoint
 from ibot_eval.errors import CheckpointError
+from ibot_eval.layouts.blueprint import Triple
 from pretrain.networks import Network, Tokens, prototypes
 
 
@@ -61,12 +62,14 @@ class FrozenTokenizer(Tokenizer):
 
     Args:
         loaded: backbone and head; moved to ``device``.
+        device: where it computes.
+        mean, std: what the images that come here are normalised with.
 
     Raises:
         CheckpointError: no projection head, or a network without patch tokens.
     """
 
-    def __init__(self, loaded: LoadedCheckpoint, device: torch.device) -> None:
+    def __init__(self, loaded: LoadedCheckpoint, device: torch.device, mean: Triple, std: Triple) -> None:
         if loaded.projection_head is None or not loaded.backbone.has_patches:
             raise CheckpointError(
                 "the tokenizer has no projection head, so it gives patches no distribution",
@@ -75,9 +78,17 @@ class FrozenTokenizer(Tokenizer):
             )
         self.backbone, self.head = loaded.backbone.to(device), loaded.projection_head.to(device)
         self.num_words = self.head.patch_prototypes
+        self.backbone.keep_positions = False
+        # x std + mean are the pixels, and (pixels - own mean) / own std what this network was trained on.
+        own = self.backbone
+        self.scale = [s / o for s, o in zip(std, own.std, strict=True)]
+        self.offset = [(m - p) / o for m, p, o in zip(mean, own.mean, own.std, strict=True)]
         self.cell = self.backbone.patch_size
         """Side in pixels of a patch."""
 
     def patches(self, images: Tensor, teacher: Tokens) -> PatchOutputs:
+        if any(s != 1 for s in self.scale) or any(self.offset):
+            channels = zip(images.unbind(1), self.scale, self.offset, strict=True)
+            images = torch.stack([channel * scale + offset for channel, scale, offset in channels], 1)
         tokens = self.backbone.outputs(images, norm="final").blocks[0].patches.flatten(1, 2)
         return PatchOutputs(self.head.bottleneck_patches(tokens), self.head.patch_layer)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ibot_eval import distributed, provenance
 from ibot_eval.data.loading import explain_worker_death
 from ibot_eval.data.splits import Data, hash_lines
+from ibot_eval.errors import CheckpointError
 from ibot_eval.training.checkpoints import TrainingCheckpoints
 from ibot_eval.training.finite import FiniteWatch
 from ibot_eval.training.logs import TrainingLog
@@ -31,13 +32,17 @@ from pretrain.ibot import IBOT, StepResult
 from pretrain.loader import CropBatch, crop_loader, steps_per_epoch
 from pretrain.measures import EpochPredictions, finite_flags, measures
 from pretrain.networks import Network, build, freeze_unused, mask_cell
+from pretrain.probe import logged_knn
 from pretrain.saving import export_networks
 from pretrain.schedule import schedule
 from pretrain.throughput import effective_epochs
 from pretrain.utilisation import Utilisation
-from pretrain.views import mask_fraction, views_of
+from pretrain.views import mask_fraction, next_batch, views_of
 
 CHECKPOINTS = "checkpoints"
+REPLACED = "times an image could not be decoded and another took its place"
+FORMAT = 1
+"""Of the training states; raised whenever an older one can no longer be read."""
 
 
 class Outcome(NamedTuple):
@@ -51,8 +56,8 @@ class Outcome(NamedTuple):
     """Spent in the loop, over all resumptions."""
     last: dict[str, Any]
     """Last value of everything that was logged."""
-    stopped: bool
-    """Whether a signal ended it before its end."""
+    signal: int | None
+    """Number of the signal that ended it before its end."""
 
 
 def train(
@@ -62,8 +67,9 @@ def train(
     device: torch.device,
     *,
     resume: bool,
-    say: Callable[[str], None],
+    say: Callable[..., None],
     evaluate: Callable[[Network], dict[str, float]] | None = None,
+    ready: Callable[[dict[str, Any]], None] = lambda effective: None,
 ) -> Outcome:
     """Pre-trains on ``data.splits["train"]`` and writes everything into ``folder``. Every rank calls it.
 
@@ -73,8 +79,9 @@ def train(
         folder: of the run; checkpoints, log.jsonl, teacher.safetensors and student.safetensors go there.
         device: of this process.
         resume: whether to go on from the newest checkpoint in ``folder``.
-        say: tells the user something, once.
+        say: tells the user something, once; with ``warning=True`` what the record is to keep.
         evaluate: k-NN of the teacher, called every ``--knn-every`` epochs.
+        ready: told what the settings come to, once all is set up and read, just before the first step.
 
     Raises:
         UserError: settings that do not fit the data or the run that is resumed, a loss that is not finite, a disk that
@@ -110,28 +117,42 @@ def train(
     log = TrainingLog(folder, tensorboard=output.tensorboard)
     predictions = EpochPredictions()
     data_id = {"images": len(split), "names": hash_lines("names", split.image_ids)}
-    first, seconds_before, last = 0, 0.0, {}
+    first, seconds_before, last, generators, replaced = 0, 0.0, {}, None, 0
     seed_generators(settings.engine.seed + rank)  # drop path differs between ranks
     found = checkpoints.latest() if resume else None
     if found is not None:
         first, state = found
+        if state.get("format") != FORMAT:
+            raise CheckpointError(
+                f"the training state has format {state.get('format')}, and this version of ibot-eval reads {FORMAT}",
+                where=str(checkpoints.path(first)),
+                todo="go on with the version that wrote it, or start a new run",
+            )
         compare_settings(state["settings"], settings.flat() | {"processes": world}, MAY_CHANGE)
         compare_settings(state["data"], data_id)
         student.load_state_dict(state["student"])
         teacher.load_state_dict(state["teacher"])
         ibot.centres.load_state_dict(state["centres"])
         optimiser.load_state_dict(state["optimiser"])
-        restore_random_state(state["random"][rank], device)
         predictions.restore(state["predictions"][rank])
-        seconds_before, last = state["seconds"], state["last"]
+        generators, seconds_before, last = state["random"][rank], state["seconds"], state["last"]
+        replaced = state["replaced"][rank]
+        del found, state  # twice the size of all weights
         say(f"resumed after step {first} of {plan.steps}")
     log.truncate(first)
-    for notice in plan.notices:
+    # The checkpoint of an epoch comes before its k-NN, which only the log can know.
+    known = distributed.from_main(lambda: logged_knn(log.path)) if first else {}
+    for values in known.values():
+        last |= values
+    for notice in plan.notices if first == 0 else ():
         say(notice)
+    if first == 0 and (left := len(split) - plan.steps_per_epoch * images_per_step):
+        say(f"{left:,} of {len(split):,} images, others each time, sit every epoch out: they do not fill a batch")
 
     def save(step: int) -> None:
         watch.settle()
         state = {
+            "format": FORMAT,
             "step": step,
             "settings": settings.flat() | {"processes": world},
             "data": data_id,
@@ -141,11 +162,23 @@ def train(
             "optimiser": optimiser.state_dict(),
             "random": distributed.gather_objects(random_state(device)),
             "predictions": distributed.gather_objects(predictions.state()),
+            "replaced": distributed.gather_objects(replaced),
             "seconds": seconds_before + time.perf_counter() - begin,
             "last": last,
         }
         checkpoints.save(step, state)
         distributed.from_main(lambda: export_networks(folder, student, teacher, settings, step))
+
+    def probe(step: int) -> None:
+        assert evaluate is not None
+        values = evaluate(teacher)
+        student.train()
+        last.update(values)
+        log.write(step, {"event": "knn", "epoch": step // plan.steps_per_epoch, **values})
+
+    def probed_at(step: int) -> bool:
+        ended, rest = divmod(step, plan.steps_per_epoch)
+        return evaluate is not None and rest == 0 and (ended % output.knn_every == 0 or step == plan.steps)
 
     # One loader for the rest of the run; its batches depend on (seed, epoch, image, crop) alone.
     augmentation = setup.augmentation_of(settings)
@@ -172,7 +205,7 @@ def train(
         teacher.trunk.compile()
     wrapped = student
     if world > 1:
-        wrapped = DistributedDataParallel(student, gradient_as_bucket_view=True, broadcast_buffers=False)
+        wrapped = DistributedDataParallel(student, gradient_as_bucket_view=True)
         ibot.student = wrapped
     alarm = CollapseAlarm(
         cls_prototypes=settings.head.prototypes if settings.objective.cls_weight > 0 else None,
@@ -185,9 +218,17 @@ def train(
     end = plan.steps if output.stop_after is None else min(plan.steps, output.stop_after * plan.steps_per_epoch)
     passes = opt.accumulate
     progress = Progress(end * passes, images_per_step // passes, done=first * passes)
+    ready({"lr": opt.lr * images_per_step / 256, "images_per_step": images_per_step, "steps": plan.steps})
     begin = time.perf_counter()
     student.train()
     stopping = False
+    if generators is not None:
+        restore_random_state(generators, device)
+    if first >= end:
+        # The end was reached before; the networks' files may not have been.
+        distributed.from_main(lambda: export_networks(folder, student, teacher, settings, first))
+    if first and probed_at(first) and first not in known:
+        probe(first)  # the run ended before it could be done
 
     with explain_worker_death(), closing(loader), closing(progress.over(loader)) as batches, StopRequest() as stop:
         step = first
@@ -199,7 +240,8 @@ def train(
             # Gradients of the mean loss over all accumulated passes; ranks exchange them in the last.
             means: list[tuple[Tensor, Tensor | None]] = []
             for part in range(passes):
-                batch: CropBatch = next(batches)
+                batch: CropBatch = next_batch(batches, folder)
+                replaced += batch.replaced
                 views = views_of(batch, augmentation, device)
                 exchange = part == passes - 1
                 if isinstance(wrapped, DistributedDataParallel):
@@ -239,29 +281,32 @@ def train(
                 log.write(step, row)
                 progress.show(epoch=f"{epoch + 1}/{plan.epochs}", loss=f"{row['loss']:.3f}")
                 for diagnosis in alarm.check({"step": step, **row}):
-                    say(f"alarm: {diagnosis}")
+                    say(f"alarm: {diagnosis}", warning=True)
                     log.write(step, {"event": "alarm", "text": diagnosis})
 
-            stopping = stop.requested if world == 1 else step % output.log_every == 0 and stop.agreed()
-            if step % plan.steps_per_epoch == 0:
-                ended = epoch + 1
+            stopping = stop.agreed()
+            ended, rest = divmod(step, plan.steps_per_epoch)
+            due = output.save_steps > 0 and step % output.save_steps == 0
+            if rest == 0:
+                watch.settle()
                 figures = predictions.finish()
-                if evaluate is not None and (ended % output.knn_every == 0 or step == plan.steps):
-                    figures |= evaluate(teacher)
-                    student.train()
                 last |= figures
                 log.write(step, {"event": "epoch", "epoch": ended, **figures})
-                due = ended % output.save_every == 0
-            else:
-                due = output.save_steps > 0 and step % output.save_steps == 0
+                due = due or probed_at(step) or ended % output.save_every == 0
             if due or stopping or step == end:
                 save(step)
+                progress.leave_out()
+            if probed_at(step) and not stopping:
+                # After the checkpoint, which an image that cannot be read must not cost.
+                probe(step)
+            del result, views, batch  # or they would add to the next step's peak of memory
             if stopping:
                 break
     log.close()
-    return Outcome(
-        step, step == plan.steps, seconds_before + time.perf_counter() - begin, last, stopping and step < end
-    )
+    if total := sum(distributed.gather_objects(replaced)):
+        say(f"{total:,} {REPLACED} (--bad-images skip)", warning=True)
+    seconds = seconds_before + time.perf_counter() - begin
+    return Outcome(step, step == plan.steps, seconds, last, stop.received if stopping and step < end else None)
 
 
 def _mean(means: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

@@ -17,6 +17,9 @@ def main(wheels: str) -> None:
         "ibot_eval/record.schema.json",
         "ibot_eval/published.json",
         "ibot_eval/configs/knn/",
+        "ibot_eval/configs/pretrain/digits.yaml",
+        "ibot_eval/demo.safetensors",
+        "pretrain/train.py",
         "protocols/knn.py",
     ):
         assert any(name.startswith(needed) for name in names), f"the wheel lacks {needed}"

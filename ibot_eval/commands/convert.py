@@ -122,6 +122,8 @@ class Convert:
         lines = [f"left out: {', '.join(name for name, is_out in left_out.items() if is_out) or 'nothing'}"]
         if self.layout != "ibot-eval":
             lines.append(f"not told by the tensors: {', '.join(untold)}")
+            if "heads" in about:
+                lines.append(f"reading it back here may need: --heads {about['heads']}")
         heads = [loaded.projection_head for loaded in networks.values() if loaded.projection_head is not None]
         if self.layout == "ibot" and any(head.sharing == "separate" for head in heads):
             lines.append(

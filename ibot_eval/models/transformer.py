@@ -151,6 +151,8 @@ class TransformerBackbone(Backbone):
             table = stored[:, prefix:].unflatten(1, self.trained_grid)
             return _join(stored[:, :prefix], resize_positions(table, grid, self.resize).flatten(1, 2))
 
+        if not self.keep_positions:
+            return compute()
         return self._sizes.get(stored, grid, compute)
 
     def _prefixed(self, patches: Tensor, tokens: Sequence[Tensor | None], grid: Grid) -> Tensor:

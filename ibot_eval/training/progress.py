@@ -45,6 +45,7 @@ class Progress:
         self._clock = clock
         self._recent: deque[tuple[float, float]] = deque(maxlen=window)
         self._values: dict[str, float | int | str] = {}
+        self._left_out = False
         self._bar = tqdm(
             total=steps * images_per_step,
             initial=done * images_per_step,
@@ -74,14 +75,23 @@ class Progress:
                     return
                 waited = self._clock() - asked
                 yield batch
-                self._recent.append((self._clock() - asked, waited))
+                if not self._left_out:
+                    self._recent.append((self._clock() - asked, waited))
+                self._left_out = False
                 self._move()
+        except GeneratorExit:
+            self._move()  # a loop that breaks off has had its batch
+            raise
         finally:
             self.close()
 
     def show(self, **values: float | int | str) -> None:
         """Puts values beside the bar, until others of the same name replace them. Numbers come with three digits."""
         self._values.update(values)
+
+    def leave_out(self) -> None:
+        """Keeps the present step out of the speeds: something besides training was done in it."""
+        self._left_out = True
 
     @property
     def images_per_second(self) -> float:
