@@ -47,10 +47,12 @@ def resumed(settings: PretrainSettings) -> tuple[PretrainSettings, EvalRecord | 
         if not folder.is_dir():
             raise ConfigError(f"there is no run to resume at {output.resume}", todo="--resume auto, or a run's folder")
         settings = replace(settings, output=replace(output, output=folder.parent, name=folder.name))
+    saved = list((folder / CHECKPOINTS).glob("step_*.pt"))
     earlier = EvalRecord.load(folder) if (folder / "record.json").exists() else None
+    if earlier is None and saved:
+        return settings, EvalRecord(folder.name, "pretrain", 0)  # the record was lost; the checkpoint tells as much
     if earlier is None or earlier.protocol != "pretrain":
         raise ConfigError(f"{folder} is not a pre-training run", todo="choose another --name")
-    saved = list((folder / CHECKPOINTS).glob("step_*.pt"))
     if saved:
         # Here as well as beside the checkpoint, before anything is read or written.
         before = earlier.config | {"processes": earlier.environment.get("world_size")}

@@ -1,4 +1,4 @@
-"""Small pre-training settings, and the product's own training loop on batches that a test chooses."""
+"""Small pre-training settings and batches, and the product's own training loop on batches that a test chooses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from ibot_eval.training.logs import read_log
 from pretrain import networks, utilisation
 from pretrain import train as loop
 from pretrain.config import PretrainSettings
-from pretrain.ibot import Views
+from pretrain.ibot import IBOT, Views
 from pretrain.masking import masked_positions
+from pretrain.setup import masking_of, online_tokenizer
 from pretrain.throughput import PeakRate
 from tests.fakes import FakeSplit
 
@@ -50,6 +51,9 @@ FLAGS += ["--patch-size", "8", "--global-size", "32", "--local-size", "16", "--l
 FLAGS += ["--hidden", "40", "--bottleneck", "16", "--epochs", "2", "--batch-size", "2", "--workers", "0"]
 FLAGS += ["--no-colour", "--flip", "0", "--no-tensorboard", "--device", "cpu"]
 """The same as arguments of the command, on 30 of the embedded digits."""
+
+SWIN = {"arch": "swin_tiny", "width": None, "depth": None, "heads": None, "patch_size": None, "local_crops": 0}
+SHARINGS = ("vanilla", "shared", "semi-shared", "semi-shared-2")
 
 PEAK = PeakRate(1e12, "a test's")
 
@@ -128,7 +132,7 @@ def run_loop(
     def loader(*arguments: Any, **named: Any) -> Iterator[SimpleNamespace]:
         for batch in batches:
             labels = torch.full((batch.batch,), -1)
-            yield SimpleNamespace(views=batch, labels=labels, global_masks=None, global_masked=None)
+            yield SimpleNamespace(views=batch, labels=labels, global_masks=None, global_masked=None, replaced=0)
 
     def build(*arguments: Any) -> tuple[networks.Student, networks.Network]:
         student, teacher = networks.build(*arguments)
@@ -143,9 +147,52 @@ def run_loop(
     images = steps_per_epoch * settings.optimiser.batch_size * settings.optimiser.accumulate
     data = Data("fake", (), {"train": FakeSplit(images)}, {})
     folder.mkdir()
-    loop.train(settings, data, folder, torch.device("cpu"), resume=False, say=lambda text: None)
+    loop.train(settings, data, folder, torch.device("cpu"), resume=False, say=lambda *_, **__: None)
     rows = [row for row in read_log(folder / "log.jsonl") if "event" not in row]
     return [
         AfterStep(row, torch.load(folder / loop.CHECKPOINTS / f"step_{row['step']:08d}.pt", weights_only=True))
         for row in rows
     ]
+
+
+def ready(settings: PretrainSettings) -> tuple[networks.Student, IBOT]:
+    """Networks as a run prepares them, and their objective."""
+    student, teacher = networks.build(settings)
+    networks.freeze_unused(student, settings)
+    teacher.eval()
+    tokenizer = online_tokenizer(settings, teacher)
+    return student, IBOT(student, teacher, tokenizer, settings.objective, torch.device("cpu"))
+
+
+def noise(settings: PretrainSettings, *, empty: bool = False) -> Views:
+    """Two images' crops as the loader would give them, some or no patches masked."""
+    generator = torch.Generator().manual_seed(1)
+    crops = settings.crops
+    cell = (settings.network.patch_size or 16) if settings.network.arch == "vit" else 32
+
+    def images(count: int, side: int) -> list[Tensor]:
+        return [torch.randn(2, 3, side, side, generator=generator) for _ in range(count)]
+
+    def masks(count: int, side: int) -> list[Tensor] | None:
+        if masking_of(settings) is None:
+            return None
+        grid = side // cell
+        drawn = [torch.rand(2, grid, grid, generator=generator) < 0.5 for _ in range(count)]
+        for mask in drawn:
+            mask[0, 0, 0] = True
+        return [mask & False for mask in drawn] if empty else drawn
+
+    batch = views(
+        images(crops.global_crops, crops.global_size),
+        images(crops.local_crops, crops.local_size),
+        masks(crops.global_crops, crops.global_size),
+    )
+    if settings.masks.mask_crops == "all":
+        small = views(images(crops.local_crops, crops.local_size), [], masks(crops.local_crops, crops.local_size))
+        batch.locals, batch.local_masks = small.globals, small.masks
+        batch.local_positions, batch.local_weights = small.positions, small.weights
+    if settings.objective.patch_objective == "position":
+        # Generic places, so that no two patches are equally far.
+        batch.boxes = 32 * torch.rand(2 * crops.global_crops, 5, generator=generator)
+        batch.boxes[:, 4] = torch.tensor([0.0, 1.0, 1.0, 0.0])
+    return batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,15 @@ import pytest
 import torch
 
 from ibot_eval.checkpoint import load_checkpoint
-from ibot_eval.errors import ConfigError
+from ibot_eval.errors import BadImage
 from ibot_eval.record import SCHEMA_FILE
 from ibot_eval.settings import CheckpointSettings
 from ibot_eval.training.logs import read_log
 from pretrain import ibot
+from pretrain import run as runs
 from pretrain import train as loop
-from pretrain.config import PretrainSettings
-from pretrain.consistency import check
 from tests import images
-from tests.pretraining import FLAGS, run, tiny
+from tests.pretraining import FLAGS, run
 
 SHORT = [*FLAGS, "--epochs", "1", "--batch-size", "4", "--log-every", "1"]
 """Seven steps."""
@@ -107,7 +107,7 @@ def test_knn_on_the_run(finished: Any) -> None:
         (["--data", "nowhere"], r"nowhere"),
         (["--tokenizer", "nowhere.pth"], r"nowhere\.pth"),
         (["--local-scale", "0.5", "0.2"], r"local_scale|--local-scale"),
-        (["--knn-every", "1", "--knn-per-class", "0"], r"."),
+        (["--knn-every", "1", "--knn-per-class", "0"], r"--knn-per-class 0: at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -195,6 +195,50 @@ def test_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert record_of(folder)["status"] == "success"
 
 
+def test_an_evaluation_that_fails_costs_no_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> dict[str, float]:
+        raise BadImage("test/3.png cannot be decoded")
+
+    watched = ["--epochs", "2", "--knn-every", "1", "--knn-per-class", "2", "--save-every", "5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "teacher_knn", broken)
+        assert "test/3.png cannot be decoded" in failed(tmp_path, *watched)
+    folder = tmp_path / "runs" / "bad"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000007.pt"]
+    assert (folder / "teacher.safetensors").exists()
+    assert read_log(folder / "log.jsonl")[-1]["event"] == "epoch"
+    # And the run goes on from there, with what it owes.
+    done = run(tmp_path, *SHORT, *watched, "--name", "bad", "--resume", "auto")
+    assert done["code"] == 0, done["stderr"]
+    assert "resumed after step 7 of 14" in done["stderr"]
+    rows = [row for row in read_log(folder / "log.jsonl") if row.get("event") == "knn"]
+    assert [(row["step"], row["epoch"]) for row in rows] == [(7, 1), (14, 2)]
+    assert all(0 <= row["knn_top1"] <= 100 for row in rows)
+
+
+def test_a_finished_run_keeps_its_last_evaluation(
+    finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is later than the last checkpoint, so that only the log has it; where it has not, it is done."""
+    again = [*SHORT, "--name", "good", "--resume", "auto", "--knn-every", "1", "--knn-per-class", "2"]
+    folder = Path(shutil.copytree(finished[0], tmp_path / "runs" / "good"))
+    rows = read_log(folder / "log.jsonl")
+    text = (folder / "log.jsonl").read_text()
+
+    def measured() -> dict[str, float]:
+        done = run(tmp_path, *again)
+        assert done["code"] == 0, done["stderr"]
+        return {metric["name"]: metric["value"] for metric in record_of(folder)["metrics"]}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "teacher_knn", None)  # not called
+        (folder / "log.jsonl").write_text(re.sub(r'"knn_top1": [\d.]+', '"knn_top1": 12.5', text))
+        assert measured()["knn_top1"] == 12.5
+    (folder / "log.jsonl").write_text("".join(line for line in text.splitlines(True) if '"knn"' not in line))
+    assert measured()["knn_top1"] == rows[-1]["knn_top1"]
+    assert read_log(folder / "log.jsonl") == rows
+
+
 def test_first_bad_tensor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         views_of = loop.views_of
@@ -219,66 +263,3 @@ def test_first_bad_tensor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_learning_rate_beyond_reason(tmp_path: Path) -> None:
     assert "is NaN or infinite at step 2" in failed(tmp_path, "--lr", "1e30")
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"arch": "vit", "width": None}, "needs --width"),
-        ({"arch": "vit_tiny"}, "--width belongs to --arch vit"),
-        ({"width": 25}, "not a multiple of --heads 3"),
-        ({"epochs": 0}, "--epochs 0"),
-        ({"batch_size": 0}, "--batch-size 0"),
-        ({"accumulate": 0}, "--accumulate 0"),
-        ({"save_every": 0}, "--save-every 0"),
-        ({"keep": 0}, "--keep 0"),
-        ({"student_temp": 0.0}, "--student-temp 0.0: a temperature"),
-        ({"patch_teacher_temp": -1.0}, "--patch-teacher-temp -1.0"),
-        ({"teacher_temp": float("nan")}, "--teacher-temp nan"),
-        ({"momentum": 1.5}, "--momentum 1.5"),
-        ({"centre_momentum": -0.1}, "--centre-momentum -0.1"),
-        ({"drop_path": 1.0}, "--drop-path 1.0"),
-        ({"cls_weight": -1.0}, "--cls-weight -1.0"),
-        ({"patch_weight": float("inf")}, "--patch-weight inf"),
-        ({"clip": -3.0}, "--clip -3.0"),
-        ({"cls_weight": 0.0, "patch_weight": 0.0}, "leaves no loss"),
-        ({"global_crops": 1, "local_crops": 0}, "compares two views"),
-        ({"global_crops": 1, "patch_objective": "feature"}, "compares two global views"),
-        ({"tokenizer": "x.pth", "patch_objective": "position"}, "--tokenizer gives targets for masked patches"),
-        ({"patch_prototypes": 8}, "--sharing vanilla"),
-        ({"patch_prototypes": 8, "sharing": "semi-shared"}, "--sharing vanilla"),
-        ({"pred_ratio": (0.0,)}, "needs masked patches"),
-    ],
-    ids=str,
-)
-def test_settings_that_contradict_each_other(flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(tiny(**flags))
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"cls_weight": 0.0, "global_crops": 1, "local_crops": 0},
-        {"patch_weight": 0.0, "pred_ratio": (0.0,), "pred_ratio_var": (0.0,)},
-        {"sharing": "vanilla", "patch_prototypes": 8},
-        {"momentum": 1.0, "centre_momentum": 0.0, "clip": 0.0},
-        {"global_crops": 1, "local_crops": 1},
-    ],
-    ids=str,
-)
-def test_settings_that_are_allowed(flags: dict[str, Any]) -> None:
-    check(tiny(**flags))
-
-
-def test_flags_and_settings_are_the_same_names() -> None:
-    settings = PretrainSettings()
-    flat = settings.flat()
-    assert settings.with_flags({"prototypes": 7}).flat() == flat | {"prototypes": 7}
-    json.dumps(flat)
-    with pytest.raises(ConfigError, match="no setting 'prototype'"):
-        settings.with_flags({"prototype": 7})
-    # A recipe has become flags by then.
-    assert flat.keys() >= loop.MAY_CHANGE - {"recipe"}, "every name of what may change is a setting"

@@ -64,3 +64,30 @@ def test_by_feature_the_most_similar_patch_of_the_other_view() -> None:
             similar = torch.cosine_similarity(student[view, patch], teacher[other], dim=1)
             assert positions[view * 9 + patch] == other * 9 + similar.argmax()
     assert torch.equal(weights, torch.full((36,), 1 / 36))
+
+
+def test_by_feature_nearly_equal_patches_under_bfloat16() -> None:
+    """Their similarities are all 1 to the 8 bits of bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(8, generator=generator)
+    teacher, student = (common + 1e-2 * torch.randn(4, 9, 8, generator=generator) for _ in range(2))
+    views = Views(torch.zeros(4, 3, 3, 3), 2)
+    exact, _ = _matched("feature", views, teacher, student)
+    assert len(exact.unique()) > 4
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, _ = _matched("feature", views, teacher, student)
+    assert torch.equal(rounded, exact)
+
+
+def test_by_position_far_from_the_corner_of_a_large_image() -> None:
+    """Where squared coordinates have no digits left for a patch of a few pixels."""
+    generator = torch.Generator().manual_seed(0)
+    low = 6000 + 20 * torch.rand(2, 2, generator=generator)
+    boxes = torch.cat([low, torch.tensor([[30.0, 35], [25, 40]]), torch.zeros(2, 1)], 1)
+    positions, _ = _matched("position", Views(torch.zeros(2, 3, 3, 3), 1, boxes=boxes), torch.zeros(2, 196, 4))
+    places = patch_places(boxes, 196).double()
+    for view in range(2):
+        found = positions[view * 196 : (view + 1) * 196] - (1 - view) * 196
+        distances = (places[view, :, None] - places[1 - view]).norm(dim=-1)
+        chosen = distances.gather(1, found[:, None])[:, 0]
+        torch.testing.assert_close(chosen, distances.min(1).values, rtol=0, atol=1e-3)

@@ -1,27 +1,18 @@
-"""Student and teacher: how they start, masks, frozen parts, checkpointing, precision, Swin, and tokenizers."""
+"""Student and teacher: how they start, masks, crops of other sizes, Swin."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ibot_eval.errors import CheckpointError, ConfigError
-from ibot_eval.heads import ProjectionHead
-from pretrain.config import NetworkSettings, PretrainSettings
-from pretrain.ibot import IBOT, Temperatures, Views, patch_places
-from pretrain.networks import Network, Student, Trunk, build, build_backbone, embed_width, freeze_unused, mask_cell
-from pretrain.setup import check_cells, masking_of, online_tokenizer
-from pretrain.tokenizers import FrozenTokenizer, OnlineTokenizer
-from tests import fakes
-from tests.pretraining import published, tiny, views
+from ibot_eval.errors import ConfigError
+from pretrain.config import NetworkSettings
+from pretrain.networks import Trunk, build, build_backbone, embed_width, mask_cell
+from tests.pretraining import SHARINGS, published, tiny
 from tests.published_network import Network as PublishedNetwork
-
-SWIN = {"arch": "swin_tiny", "width": None, "depth": None, "heads": None, "patch_size": None, "local_crops": 0}
-SHARINGS = ("vanilla", "shared", "semi-shared", "semi-shared-2")
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
@@ -112,6 +103,24 @@ def test_masks_come_before_cls_and_positions(patch: int, size: int) -> None:
     assert not torch.allclose(student.trunk(images, masks).cls, student.trunk(images).cls, atol=1e-3)
 
 
+def test_crops_of_another_size_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing positions with those of the step before would, and no step has those of the one before."""
+    student, teacher = build(tiny())
+    local_images = torch.randn(2, 3, 16, 16)
+
+    def waits(*_: Tensor) -> bool:
+        raise AssertionError("torch.equal")
+
+    monkeypatch.setattr(torch, "equal", waits)
+    for network in (student, teacher):
+        first = network.trunk(local_images).cls
+        again = network.trunk(local_images).cls
+        network.trunk.backbone.net.pos_embed.data.mul_(2)  # type: ignore[union-attr]
+        moved = network.trunk(local_images).cls
+        torch.testing.assert_close(again, first, rtol=0, atol=0)
+        assert not torch.allclose(moved, first, atol=1e-3)
+
+
 def test_student_on_chosen_positions() -> None:
     student, _ = build(tiny())
     global_images, local_images = torch.randn(4, 3, 32, 32), torch.randn(6, 3, 16, 16)
@@ -168,18 +177,6 @@ def test_swin_cells_of_32_pixels(window: int) -> None:
     assert trunk(torch.randn(1, 3, 32, 32)).patches.shape == (1, 1, 768)
 
 
-def test_gradients_of_a_swin_whose_windows_are_masked() -> None:
-    """An embedding of zeros gives gradients up to infinity, see networks.build."""
-    settings = tiny(**SWIN)
-    student, ibot = _ready(settings)
-    assert torch.equal(student.trunk.masked_embed, ibot.teacher.trunk.masked_embed)
-    batch = _noise(settings)
-    assert batch.masks is not None
-    assert batch.masks.flatten(1).all(1).any(), "a whole crop is masked"
-    ibot.losses(batch, Temperatures(0.04, 0.04)).loss.backward()
-    assert max(p.grad.norm() for p in student.parameters() if p.grad is not None) < 1e6
-
-
 @pytest.mark.parametrize(
     ("arch", "size", "parameters", "name"),
     [
@@ -201,265 +198,3 @@ def test_sizes_of_the_papers_networks(arch: Any, size: int, parameters: float, n
 def test_sizes_that_do_not_divide(arch: Any, size: int, patch: int | None) -> None:
     with pytest.raises(ConfigError, match=rf"{size} is not a multiple of"):
         build_backbone(NetworkSettings(arch=arch, patch_size=patch), size, 0.0)
-
-
-COMBINATIONS = [
-    {"sharing": sharing, "cls_weight": cls, "patch_weight": patch}
-    for sharing, (cls, patch) in itertools.product(SHARINGS, ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0)))
-] + [
-    {"pred_ratio": (0.0,), "pred_ratio_var": (0.0,), "patch_weight": 0.0},
-    {"patch_objective": "position", "local_crops": 0},
-    {"patch_objective": "feature", "sharing": "vanilla"},
-    {"mask_crops": "all"},
-    {"norm_last_layer": False, "sharing": "vanilla"},
-    {"local_crops": 0, "global_crops": 3},
-]
-
-
-@pytest.mark.parametrize("flags", COMBINATIONS, ids=lambda flags: ",".join(f"{k}={v}" for k, v in flags.items()))
-@pytest.mark.parametrize("empty", [False, True], ids=["masked", "nothing masked"])
-def test_every_trained_parameter_gets_a_gradient(flags: dict[str, Any], empty: bool) -> None:
-    """Else a data-parallel wrapper would wait for it."""
-    settings = tiny(**flags)
-    student, ibot = _ready(settings)
-    trained = [(name, p) for name, p in student.named_parameters() if p.requires_grad]
-    ibot.losses(_noise(settings, empty=empty), Temperatures(0.04, 0.05)).loss.backward()
-    assert [name for name, p in trained if p.grad is None] == []
-    assert all(p.grad is None for p in student.parameters() if not p.requires_grad)
-    if not empty and "norm_last_layer" not in flags:
-        # Nothing is frozen that would learn, and nothing trained that never could. (Lengths do not learn when all
-        # outputs move alike; a key's bias never does.)
-        assert [name for name, p in trained if p.grad is not None and not p.grad.any()] == []
-
-
-def test_frozen_parts() -> None:
-    def frozen(**flags: Any) -> set[str]:
-        student, _ = _ready(tiny(norm_last_layer=False, **flags))
-        named = published(dict(student.named_parameters()))
-        return {".".join(name.split(".")[:2]) for name, tensor in named.items() if not tensor.requires_grad}
-
-    assert frozen() == set()
-    assert frozen(sharing="vanilla") == set()
-    # Without a patch loss a masked patch still reaches [CLS], so its embedding is trained.
-    assert frozen(patch_weight=0.0) == set()
-    assert frozen(patch_weight=0.0, pred_ratio=(0.0,), pred_ratio_var=(0.0,)) == {"backbone.masked_embed"}
-    assert frozen(patch_objective="position") == {"backbone.masked_embed"}
-    assert frozen(sharing="semi-shared-2", patch_weight=0.0) == {"head.last_layer2"}
-    assert frozen(sharing="semi-shared-2", cls_weight=0.0) == {"head.last_layer"}
-    assert frozen(sharing="vanilla", patch_weight=0.0) == {"head.mlp2", "head.last_layer2"}
-    assert frozen(sharing="semi-shared", cls_weight=0.0) == {"head.mlp", "head.last_layer"}
-
-
-@pytest.mark.parametrize("empty", [False, True])
-def test_empty_masks_give_no_patch_loss(empty: bool) -> None:
-    settings = tiny()
-    _, ibot = _ready(settings)
-    found = ibot.losses(_noise(settings, empty=empty), Temperatures(0.04, 0.04))
-    assert (found.patch_loss.item() == 0) is empty
-    assert torch.isfinite(found.loss)
-    assert (found.loss.item() == found.cls_loss.item()) is empty
-
-
-@pytest.mark.parametrize("arch", ["vit", "swin"])
-def test_checkpointing_changes_no_gradient(arch: str) -> None:
-    settings = tiny(drop_path=0.2)
-    student, ibot = _ready(settings)
-    if arch == "swin":
-        settings = tiny(drop_path=0.2, **SWIN)
-        student, ibot = _ready(settings)
-    gradients = []
-    student.train()
-    for checkpointed in (False, True):
-        student.backbone.checkpoint_blocks = checkpointed
-        student.zero_grad()
-        torch.manual_seed(0)
-        ibot.losses(_noise(settings), Temperatures(0.04, 0.04)).loss.backward()
-        gradients.append([p.grad for p in student.parameters() if p.grad is not None])
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-7)
-
-
-def test_bfloat16_comes_close() -> None:
-    settings = tiny(width=48)
-    student, ibot = _ready(settings)
-    batch, temperatures = _noise(settings), Temperatures(0.07, 0.07)
-    exact = ibot.losses(batch, temperatures)
-    exact.loss.backward()
-    weight = dict(student.named_parameters())["head.mlp.0.weight"]
-    gradient = weight.grad
-    assert gradient is not None
-    student.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = ibot.losses(batch, temperatures)
-    rounded.loss.backward()
-    again = weight.grad
-    assert again is not None
-    assert rounded.patch_mean is not None
-    for tensor in (rounded.loss, rounded.student_cls, rounded.cls_mean, rounded.patch_mean):
-        assert tensor.dtype == torch.float32
-    assert rounded.loss.item() == pytest.approx(exact.loss.item(), rel=0.02)
-    torch.testing.assert_close(rounded.patch_mean, exact.patch_mean, rtol=0, atol=0.02)
-    assert torch.cosine_similarity(again.flatten(), gradient.flatten(), dim=0) > 0.95
-
-
-def test_frozen_tokenizer_asks_its_own_backbone() -> None:
-    backbone, head = _tokenizer_parts()
-    tokenizer = FrozenTokenizer(fakes.fake_loaded(backbone, head), torch.device("cpu"))
-    assert (tokenizer.num_words, tokenizer.cell) == (20, 8)
-    images = torch.randn(2, 3, 32, 32)
-    _, teacher = build(tiny())
-    outputs = tokenizer.patches(images, teacher.trunk(images))
-    tokens = backbone.outputs(images, norm="final").blocks[-1].patches
-    expected = head.forward_patches(tokens.flatten(1, 2))
-    torch.testing.assert_close(outputs.mean(), expected.mean((0, 1)))
-    torch.testing.assert_close(outputs.logits_at(torch.arange(32)), expected.flatten(0, 1))
-
-
-def test_step_with_a_frozen_tokenizer_of_another_k() -> None:
-    backbone, head = _tokenizer_parts()
-    tokenizer = FrozenTokenizer(fakes.fake_loaded(backbone, head), torch.device("cpu"))
-    settings = tiny()
-    student, teacher = build(settings, tokenizer.num_words)
-    freeze_unused(student, settings)
-    assert student.head.patch_prototypes == 20
-    assert teacher.head.patch_prototypes == 32
-    assert check_cells(tokenizer, student) is tokenizer
-    found = IBOT(student, teacher, tokenizer, settings.objective, torch.device("cpu")).losses(
-        _noise(settings), Temperatures(0.04, 0.04)
-    )
-    assert found.patch_targets is not None
-    assert found.patch_targets.probabilities.shape[1] == 20
-    found.loss.backward()
-    assert all(p.grad is not None for p in student.parameters() if p.requires_grad)
-    assert all(p.grad is None for p in tokenizer.backbone.parameters())
-
-
-def test_tokenizer_that_does_not_fit() -> None:
-    with pytest.raises(CheckpointError, match="no projection head"):
-        FrozenTokenizer(fakes.fake_loaded(), torch.device("cpu"))
-    backbone, head = _tokenizer_parts()
-    tokenizer = FrozenTokenizer(fakes.fake_loaded(backbone, head), torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"cells of 8 px and the student into 4 px(.|\n)*--patch-size 8"):
-        check_cells(tokenizer, build(tiny(patch_size=4))[0])
-
-
-def test_online_tokenizer_only_where_patches_have_a_loss() -> None:
-    _, teacher = build(tiny())
-    assert online_tokenizer(tiny(patch_weight=0.0), teacher) is None
-    assert isinstance(online_tokenizer(tiny(), teacher), OnlineTokenizer)
-
-
-def test_places_of_patches_in_the_image() -> None:
-    boxes = torch.tensor([[0.0, 0.0, 1.0, 1.0, 0.0], [0.5, 0.25, 0.5, 0.5, 1.0]])
-    whole, flipped = patch_places(boxes, 4)
-    assert whole.tolist() == [[0.25, 0.25], [0.75, 0.25], [0.25, 0.75], [0.75, 0.75]]
-    # The right half, mirrored: its first patch shows the right of it.
-    assert flipped.tolist() == [[0.875, 0.375], [0.625, 0.375], [0.875, 0.625], [0.625, 0.625]]
-
-
-@pytest.mark.parametrize("objective", ["position", "feature"])
-def test_dense_self_distillation(objective: str) -> None:
-    """Every patch learns from its nearest one in the other view, by a loop."""
-    settings = tiny(patch_objective=objective, local_crops=0, cls_weight=0.0)
-    student, ibot = _ready(settings)
-    nn.init.normal_(student.trunk.backbone.net.pos_embed)  # type: ignore[union-attr]
-    batch = _noise(settings)
-    found = ibot.losses(batch, Temperatures(0.04, 0.05))
-    with torch.no_grad():
-        seen, asked = student.trunk(batch.globals), ibot.teacher.trunk(batch.globals)
-        logits = student.head.forward_patches(seen.patches) / 0.1
-        targets = (ibot.teacher.head.forward_patches(asked.patches) / 0.05).softmax(-1)
-        per_crop = []
-        for crop in range(4):
-            other = (crop + 2) % 4  # two images, two crops, crop-major
-            terms = []
-            for patch in range(16):
-                if objective == "feature":
-                    one, others = seen.patches[crop, patch].expand(16, -1), asked.patches[other]
-                    near = int(torch.cosine_similarity(one, others, dim=1).argmax())
-                else:
-                    assert batch.boxes is not None
-                    places = patch_places(batch.boxes, 16)
-                    near = int((places[crop, patch] - places[other]).norm(dim=1).argmin())
-                    x, y = places[crop, patch].tolist()
-                    left, top, width, height, _ = batch.boxes[other].tolist()
-                    if not (left <= x <= left + width and top <= y <= top + height):
-                        continue  # the other view does not show it
-                terms.append(nn.functional.cross_entropy(logits[crop, patch], targets[other, near]))
-            per_crop.append(torch.stack(terms).mean() if terms else torch.tensor(0.0))
-    torch.testing.assert_close(found.patch_loss, torch.stack(per_crop).mean())
-
-
-def test_masked_local_crops() -> None:
-    """Figure 7c: every crop counts alike, and the centre is that of all patches the teacher saw."""
-    settings = tiny(mask_crops="all", local_crops=3, cls_weight=0.0)
-    student, ibot = _ready(settings)
-    batch = _noise(settings)
-    found = ibot.losses(batch, Temperatures(0.04, 0.05))
-    assert batch.locals is not None
-    assert batch.masks is not None
-    assert batch.local_masks is not None
-    per_crop, every = [], []
-    with torch.no_grad():
-        for images, masks in ((batch.globals, batch.masks), (batch.locals, batch.local_masks)):
-            asked = ibot.teacher.head.forward_patches(ibot.teacher.trunk(images).patches)
-            given = student.head.forward_patches(student.trunk(images, masks).patches)
-            every.append(asked.flatten(0, 1))
-            for target, logits, mask in zip((asked / 0.05).softmax(-1), given / 0.1, masks.flatten(1), strict=True):
-                tokens = nn.functional.cross_entropy(logits[mask], target[mask]) if mask.any() else torch.tensor(0.0)
-                per_crop.append(tokens)
-    assert len(per_crop) == 10
-    torch.testing.assert_close(found.patch_loss, torch.stack(per_crop).mean())
-    assert found.patch_mean is not None
-    torch.testing.assert_close(found.patch_mean, torch.cat(every).mean(0), rtol=1e-5, atol=1e-6)
-
-
-def _ready(settings: PretrainSettings) -> tuple[Student, IBOT]:
-    student, teacher = build(settings)
-    freeze_unused(student, settings)
-    teacher.eval()
-    tokenizer = online_tokenizer(settings, teacher)
-    return student, IBOT(student, teacher, tokenizer, settings.objective, torch.device("cpu"))
-
-
-def _noise(settings: PretrainSettings, *, empty: bool = False) -> Views:
-    """Two images' crops as the loader would give them, some or no patches masked."""
-    generator = torch.Generator().manual_seed(1)
-    crops = settings.crops
-    cell = (settings.network.patch_size or 16) if settings.network.arch == "vit" else 32
-
-    def images(count: int, side: int) -> list[Tensor]:
-        return [torch.randn(2, 3, side, side, generator=generator) for _ in range(count)]
-
-    def masks(count: int, side: int) -> list[Tensor] | None:
-        if masking_of(settings) is None:
-            return None
-        grid = side // cell
-        drawn = [torch.rand(2, grid, grid, generator=generator) < 0.5 for _ in range(count)]
-        for mask in drawn:
-            mask[0, 0, 0] = True
-        return [mask & False for mask in drawn] if empty else drawn
-
-    batch = views(
-        images(crops.global_crops, crops.global_size),
-        images(crops.local_crops, crops.local_size),
-        masks(crops.global_crops, crops.global_size),
-    )
-    if settings.masks.mask_crops == "all":
-        small = views(images(crops.local_crops, crops.local_size), [], masks(crops.local_crops, crops.local_size))
-        batch.locals, batch.local_masks = small.globals, small.masks
-        batch.local_positions, batch.local_weights = small.positions, small.weights
-    if settings.objective.patch_objective == "position":
-        # Generic places, so that no two patches are equally far.
-        batch.boxes = 32 * torch.rand(2 * crops.global_crops, 5, generator=generator)
-        batch.boxes[:, 4] = torch.tensor([0.0, 1.0, 1.0, 0.0])
-    return batch
-
-
-def _tokenizer_parts() -> tuple[Any, ProjectionHead]:
-    """An 8-pixel backbone and a head with 20 words, as a checkpoint would give them."""
-    torch.manual_seed(9)
-    network = build(tiny(width=12, depth=1, seed=8))[1]
-    assert isinstance(network, Network)
-    head = ProjectionHead(12, 20, hidden=16, bottleneck=8).requires_grad_(False)
-    return network.backbone.eval(), head

@@ -37,7 +37,7 @@ ABLATIONS = (
 
 
 def parse(argv: list[str]) -> PretrainSettings:
-    return cli.parse(Pretrain, cli.expand_recipe(argv), "pretrain").settings()
+    return cli.parse(Pretrain, cli.expand_recipe(argv), "pretrain")
 
 
 @cache

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from ibot_eval import distributed
 from ibot_eval.record import EvalRecord
 from ibot_eval.training.logs import read_log
 from pretrain import train as loop
-from tests.pretraining import FLAGS, run
-from tests.ranks import Done, Running, run_ranks
+from tests.interrupting import EPOCH, KILLED_IN, RUN, STEPS, assert_same_end, comparable, run_killed, signalled
+from tests.pretraining import run
+from tests.ranks import Done, Running
 
-# Seven steps of two passes in an epoch; two epochs. Drop path draws from torch's generator in every step.
-RUN = [*FLAGS, "--accumulate", "2", "--drop-path", "0.1", "--save-steps", "3", "--log-every", "2"]
 KNN = ["--knn-every", "1", "--knn-per-class", "2"]
-STEPS, EPOCH = 14, 7
-KILLED_IN = int(np.random.default_rng(3).integers(4, STEPS))
-"""Step, from 1, that a SIGKILL ends between the optimiser and the moving average; a checkpoint lies before it."""
-TIMES = {"images_per_second", "data_wait", "mfu", "peak_memory_gb"}
-
-
-def signalled(step: int, number: int, on: int = 0) -> None:
-    """This process gets a signal in the middle of a step, if it is rank ``on``."""
-    average, calls = loop.ema_, iter(range(1, STEPS + 1))
-
-    def interrupted(*arguments: Any) -> None:
-        if next(calls) == step and distributed.rank() == on:
-            os.kill(os.getpid(), number)
-        average(*arguments)
-
-    loop.ema_ = interrupted
-
-
-def run_killed(folder: str, step: int, on: int, *arguments: str) -> dict[str, Any]:
-    signalled(step, signal.SIGKILL, on)
-    return run(folder, *arguments)
 
 
 def run_series(folder: str) -> list[dict[str, Any]]:
@@ -61,7 +33,7 @@ def run_series(folder: str) -> list[dict[str, Any]]:
     ]
     average = loop.ema_
     signalled(5, signal.SIGTERM)
-    done.append(run(folder, "--name", "terminated", *RUN, *KNN))
+    done.append(run(folder, "--name", "terminated", "--stop-after", "1", *RUN, *KNN))
     for name in ("record.json", "log.jsonl"):
         shutil.copy(Path(folder) / "runs" / "terminated" / name, folder)
     loop.ema_ = average
@@ -102,14 +74,16 @@ def test_resumed_run_is_the_run_that_never_stopped(series: Any, name: str) -> No
 
 @pytest.mark.parametrize("name", ["whole", "killed", "stopped", "terminated"])
 def test_log_has_every_step_once(series: Any, name: str) -> None:
-    rows, wanted = (_comparable(series[0] / "runs" / run) for run in (name, "whole"))
+    rows, wanted = (comparable(series[0] / "runs" / run) for run in (name, "whole"))
     # A run that ends early logs the step that it ends with.
     extra = {"stopped": 7, "terminated": None}.get(name)
     rows = [row for row in rows if row["step"] != extra or "event" in row]
     assert rows == wanted
     assert [row["step"] for row in wanted if "event" not in row] == [2, 4, 6, 8, 10, 12, 14]
     assert [(row["step"], row["epoch"]) for row in wanted if row.get("event") == "epoch"] == [(7, 1), (14, 2)]
-    assert all("knn_top1" in row for row in wanted if row.get("event") == "epoch")
+    # k-NN comes after the epoch's checkpoint, so it has a row of its own.
+    for event, values in (("epoch", {"agreement", "nmi"}), ("knn", {"knn_top1"})):
+        assert [row["epoch"] for row in wanted if row.get("event") == event and values <= row.keys()] == [1, 2]
 
 
 def test_sigterm_saves_and_says_so(series: Any) -> None:
@@ -139,6 +113,22 @@ def test_finished_run_has_nothing_to_resume(series: Any, tmp_path: Path) -> None
     assert measured[0] == measured[1]
     assert "knn_top1" in measured[0]
     assert read_log(tmp_path / "runs" / "whole" / "log.jsonl") == read_log(series[0] / "runs" / "whole" / "log.jsonl")
+
+
+def test_finished_run_without_its_networks_files_gets_them_back(series: Any, tmp_path: Path) -> None:
+    """As after a kill between the last checkpoint and its networks."""
+    folder = tmp_path / "runs" / "whole"
+    shutil.copytree(series[0] / "runs" / "whole", folder)
+    names = ("teacher.safetensors", "student.safetensors")
+    before = {name: load_file(folder / name) for name in names}
+    for name in names:
+        (folder / name).unlink()
+    assert run(tmp_path, "--name", "whole", "--resume", "auto", *RUN, *KNN)["code"] == 0
+    for name in names:
+        after = load_file(folder / name)
+        assert after.keys() == before[name].keys()
+        assert all(torch.equal(after[key], before[name][key]) for key in after)
+    assert {item["path"] for item in EvalRecord.load(folder).artifacts} >= set(names)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +168,9 @@ def test_another_number_of_processes_is_refused(series: Any, tmp_path: Path) -> 
     state = torch.load(state_file, weights_only=True)
     state["settings"]["processes"] = 2
     torch.save(state, state_file)
-    for text in (record.replace('"world_size": 1', '"world_size": 2'), None):
-        # The checkpoint tells, too, should the record be lost.
-        path.unlink() if text is None else path.write_text(text)
+    # The checkpoint tells, too.
+    for text in (record.replace('"world_size": 1', '"world_size": 2'), record):
+        path.write_text(text)
         done = run(tmp_path, "--name", "one", "--resume", "auto", *RUN, *KNN)
         assert done["code"] == 2
         assert "processes (was 2, now 1)" in done["stderr"]
@@ -199,7 +189,7 @@ def test_names_and_folders(series: Any, tmp_path: Path) -> None:
     assert "--resume auto" in told
     assert "--resume auto needs the --name" in refused("--resume", "auto")
     assert "no run to resume" in refused("--resume", "runs/nowhere")
-    assert "no checkpoint to resume from" in refused("--resume", "runs/empty")
+    assert "not a pre-training run" in refused("--resume", "runs/empty")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["empty", "taken"], "nothing new was made"
 
 
@@ -213,108 +203,3 @@ def test_damaged_newest_checkpoint_is_passed_over(series: Any, tmp_path: Path) -
     assert "damaged" in done.value["stderr"]
     assert "resumed after step 12 of 14" in done.value["stderr"]
     assert_same_end(tmp_path / "runs" / "whole", series[0] / "runs" / "whole")
-
-
-ON_TWO = [*RUN, "--accumulate", "1", "--sharing", "semi-shared-2"]
-"""As many images per step as :data:`RUN`."""
-PLAIN = [*ON_TWO, "--drop-path", "0", "--lr", "0.02"]
-
-
-def run_on_two(folder: str) -> list[dict[str, Any]]:
-    return [run(folder, "--name", "whole", *ON_TWO), run(folder, "--name", "plain", *PLAIN)]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds two runs of two ranks."""
-    folder = tmp_path_factory.mktemp("two")
-    for rank in run_ranks(2, run_on_two, str(folder), timeout=120):
-        assert [one["code"] for one in rank] == [0, 0], rank
-    return folder
-
-
-def test_two_ranks_do_what_one_does_with_a_batch_twice_as_large(two_ranks: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, "--name", "one", *PLAIN, "--batch-size", "4")
-    assert done["code"] == 0, done["stderr"]
-    one, two = (
-        torch.load(path / "checkpoints" / f"step_{STEPS:08d}.pt", weights_only=True)
-        for path in (tmp_path / "runs" / "one", two_ranks / "runs" / "plain")
-    )
-    for name in ("cls.mean", "patch.mean"):
-        torch.testing.assert_close(two["centres"][name], one["centres"][name], rtol=0, atol=1e-5)
-    for role in ("student", "teacher"):
-        for name, tensor in one[role].items():
-            # A bias of keys has no effect, and its gradient is rounding.
-            if not name.endswith("qkv.bias"):
-                torch.testing.assert_close(
-                    two[role][name], tensor, rtol=0, atol=1e-4, msg=lambda t, n=name: f"{n}: {t}"
-                )
-    rows = [
-        [row for row in read_log(path / "log.jsonl") if "event" not in row]
-        for path in (tmp_path / "runs" / "one", two_ranks / "runs" / "plain")
-    ]
-    for ours, theirs in zip(*rows, strict=True):
-        for name in ("lr", "loss", "cls_loss", "patch_loss", "teacher_entropy", "kl", "gradient_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), (ours["step"], name)
-
-
-def test_two_ranks_one_of_which_is_killed(two_ranks: Path, tmp_path: Path) -> None:
-    """Killed, then continued by --launch local:2; against two ranks that were never stopped."""
-    arguments = ON_TWO
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        world["MASTER_PORT"] = str(free.getsockname()[1])
-    step = min(KILLED_IN, STEPS - 1)
-    ranks = [
-        Running(run_killed, str(tmp_path), step, 1, "--name", "killed", *arguments, **world, RANK=r, LOCAL_RANK=r)
-        for r in "01"
-    ]
-    done = [rank.done() for rank in ranks]
-    assert done[1].code == -signal.SIGKILL
-    assert done[0].code != -signal.SIGKILL, "the other rank must end by itself"
-    assert done[0].code != 0 or done[0].value["code"] != 0
-    resumed = ["--name", "killed", "--resume", "auto"]
-    again = subprocess.run(
-        [sys.executable, "-m", "ibot_eval", "pretrain", "--launch", "local:2", *resumed, *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert again.returncode == 0, again.stderr
-    assert_same_end(tmp_path / "runs" / "killed", two_ranks / "runs" / "whole")
-    assert _comparable(tmp_path / "runs" / "killed") == _comparable(two_ranks / "runs" / "whole")
-    assert EvalRecord.load(tmp_path / "runs" / "killed").environment["world_size"] == 2
-
-
-def assert_same_end(one: Path, other: Path) -> None:
-    """Final checkpoints equal to the last bit, but for how long it took and what the run is called."""
-    states = [torch.load(path / "checkpoints" / f"step_{STEPS:08d}.pt", weights_only=True) for path in (one, other)]
-    for state in states:
-        assert state.pop("seconds") > 0
-        state["last"] = {name: value for name, value in state["last"].items() if name not in TIMES}
-        state["settings"] = {n: v for n, v in state["settings"].items() if n not in loop.MAY_CHANGE}
-    assert set(states[0]) >= {"student", "teacher", "centres", "optimiser", "random", "predictions", "step"}
-    assert list(_differences(*states)) == []
-
-
-def _differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            yield from _differences(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for index, pair in enumerate(zip(one, other, strict=True)):
-            yield from _differences(*pair, f"{where}[{index}]")
-    elif isinstance(one, torch.Tensor):
-        if not torch.equal(one, other):
-            yield where
-    elif one != other and not (one != one and other != other):
-        yield f"{where}: {one} and {other}"
-
-
-def _comparable(run: Path) -> list[dict[str, Any]]:
-    return [{n: v for n, v in row.items() if n not in TIMES} for row in read_log(run / "log.jsonl")]

@@ -43,6 +43,18 @@ def test_work_between_steps_is_not_waiting():
     assert progress.data_wait == 0
 
 
+def test_steps_with_other_work_are_left_out():
+    clock = Clock()
+    progress = Progress(10, 64, shown=False, clock=clock)
+    for i in progress.over(batches(clock, [1.0, 5.0, 3.0])):
+        if i == 1:
+            clock.now += 1000.0  # a checkpoint
+            progress.leave_out()
+        clock.now += 3.0
+    # Steps 0 and 2 take 4 s and 6 s.
+    assert (progress.images_per_second, progress.data_wait) == (12.8, 0.4)
+
+
 def test_the_bar(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     clock = Clock()
