@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ibot_eval import cli, recipes
+from ibot_eval import cli, recipes, registry
 from pretrain import setup
 from pretrain.command import Pretrain
 from pretrain.config import PretrainSettings
@@ -86,8 +86,11 @@ def test_a_recipe_opens_with_a_command_that_runs_it(name: str) -> None:
     settings = parse(flags)
     check(settings)
     assert settings.data.data is not None
-    for protocol, *rest in others:
-        cli.parse_protocol(protocol, rest)
+    for other, *rest in others:
+        if other in registry.entries("commands"):
+            cli.parse(registry.load("commands", other), rest, other)
+        else:
+            cli.parse_protocol(other, rest)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "--data IMAGENET" in header(name)])
