@@ -41,6 +41,11 @@ class NetworkSettings:
     position_std: float = 0.02
     """Deviation that position embeddings start with."""
 
+    @property
+    def patch(self) -> int:
+        """Pixels of a patch, by default the published ones."""
+        return self.patch_size or (4 if self.arch == "swin_tiny" else 16)
+
 
 @dataclass(frozen=True)
 class HeadSettings:

@@ -20,9 +20,8 @@ def check(settings: PretrainSettings) -> None:
     if net.width and net.heads and net.width % net.heads:
         raise ConfigError(f"--width {net.width} is not a multiple of --heads {net.heads}")
     _check_ranges(settings)
-    patch = net.patch_size or (4 if net.arch == "swin_tiny" else 16)
-    if crops.local_crops and crops.local_size % patch:
-        raise ConfigError(f"--local-size {crops.local_size} is not a multiple of the patch size {patch}")
+    if crops.local_crops and crops.local_size % net.patch:
+        raise ConfigError(f"--local-size {crops.local_size} is not a multiple of the patch size {net.patch}")
     if goal.cls_weight == goal.patch_weight == 0:
         raise ConfigError("--cls-weight 0 with --patch-weight 0 leaves no loss")
     if goal.cls_weight > 0 and crops.global_crops + crops.local_crops < 2:

@@ -6,7 +6,6 @@ run was resumed from, or on how many ranks share the batch.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, fields
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ibot_eval.data.loading import explain_worker_death
+from ibot_eval.data.loading import explain_worker_death, stop_workers
 from ibot_eval.data.splits import ImageSplit
 from ibot_eval.errors import ConfigError, UserError
 from pretrain.augment import Augmentation
@@ -213,11 +212,7 @@ def _batches(loader: DataLoader[Any]) -> Generator[CropBatch, None, None]:
                     raise item
                 yield item.unpack() if isinstance(item, _Packed) else item
     finally:
-        # As in ibot_eval.data.loading: workers would outlive an error, and a killed one would raise again.
-        stop = getattr(stream, "_shutdown_workers", None)
-        if stop is not None:
-            with contextlib.suppress(RuntimeError):
-                stop()
+        stop_workers(stream)
 
 
 @dataclass(frozen=True)

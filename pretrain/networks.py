@@ -185,8 +185,8 @@ def build_backbone(settings: NetworkSettings, image_size: int, drop_path: float)
     Raises:
         ConfigError: an image size that patches or windows do not fit.
     """
+    patch = settings.patch
     if settings.arch == "swin_tiny":
-        patch = settings.patch_size or 4
         cell = patch * 8
         if image_size % cell:
             raise ConfigError(f"--global-size {image_size} is not a multiple of {cell}, the cell of Swin's last stage")
@@ -203,7 +203,6 @@ def build_backbone(settings: NetworkSettings, image_size: int, drop_path: float)
             norm_layer=partial(nn.LayerNorm, eps=EPS),  # pyright: ignore[reportArgumentType]
         )
         return wrap(net, family="swin")
-    patch = settings.patch_size or 16
     if image_size % patch:
         raise ConfigError(f"--global-size {image_size} is not a multiple of the patch size {patch}")
     width, depth, heads = VITS.get(settings.arch) or (settings.width or 0, settings.depth or 0, settings.heads or 0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from ibot_eval.backbone import IMAGENET_MEAN, IMAGENET_STD
 from ibot_eval.checkpoint import load_checkpoint
 from ibot_eval.errors import ConfigError
+from ibot_eval.extraction import default_workers
 from ibot_eval.settings import CheckpointSettings
 from pretrain.augment import Augmentation
 from pretrain.config import PretrainSettings
@@ -62,7 +61,8 @@ def tokenizer_of(settings: PretrainSettings, device: torch.device) -> FrozenToke
     if settings.objective.tokenizer is None or settings.objective.patch_weight == 0:
         return None
     loaded = load_checkpoint(CheckpointSettings(ckpt=settings.objective.tokenizer))
-    return FrozenTokenizer(loaded, device, settings.data.mean or IMAGENET_MEAN, settings.data.std or IMAGENET_STD)
+    images = augmentation_of(settings)
+    return FrozenTokenizer(loaded, device, images.mean, images.std)
 
 
 def check_cells(tokenizer: Tokenizer | None, student: Student) -> Tokenizer | None:
@@ -102,6 +102,4 @@ def autocast_of(precision: str, device: torch.device) -> torch.autocast:
 
 def workers_of(settings: PretrainSettings, device: torch.device) -> int:
     """Data-loading processes of this process."""
-    if settings.engine.workers is not None:
-        return settings.engine.workers
-    return 1 if device.type == "cpu" else min(8, os.cpu_count() or 1)
+    return default_workers(device) if settings.engine.workers is None else settings.engine.workers

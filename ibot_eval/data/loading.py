@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -71,12 +71,19 @@ def image_loader(
                 images = images.pin_memory()
             yield LoadedBatch(images, torch.from_numpy(indices), [(i, error.what) for i, error in errors])
     finally:
-        # torch has no public way to end the workers at once. Left to the collector they live as long as the traceback
-        # of an error, and while a killed one is on torch's list it raises anew whenever any child process ends.
-        stop = getattr(stream, "_shutdown_workers", None)
-        if stop is not None:
-            with contextlib.suppress(RuntimeError):
-                stop()
+        stop_workers(stream)
+
+
+def stop_workers(stream: Iterator[Any]) -> None:
+    """Ends the loading processes of ``iter(DataLoader)`` at once, for which torch has no public way.
+
+    Left to the collector they live as long as the traceback of an error, and while a killed one is on torch's list it
+    raises anew whenever any child process ends.
+    """
+    stop = getattr(stream, "_shutdown_workers", None)
+    if stop is not None:
+        with contextlib.suppress(RuntimeError):
+            stop()
 
 
 _Item = tuple[int, Tensor | None, UserError | None]
