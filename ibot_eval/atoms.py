@@ -13,6 +13,11 @@ from ibot_eval.backbone import Backbone, BlockOutput, Norm
 from ibot_eval.errors import ConfigError
 from ibot_eval.features import FeatureRequest, parse_reducer
 
+BY_ATTENTION = ("topk", "norm_topk", "norm_bottomk")
+"""Reducers that rank patches by the attention of [CLS]."""
+NORM_AFTER_MEAN = ("norm_patch_mean", "norm_topk", "norm_bottomk", "norm_randomk")
+"""Reducers that take raw tokens and apply the network's last norm to their mean."""
+
 
 @dataclass(frozen=True)
 class Atom:
@@ -33,23 +38,23 @@ def resolve(request: FeatureRequest, backbone: Backbone, projection_head: nn.Mod
     block = backbone.resolve_block(request.block)
     kind, _ = parse_reducer(request.reducer)
     name = backbone.architecture
-    if kind == "topk" and not (backbone.has_cls and backbone.num_heads):
+    if kind in BY_ATTENTION and not (backbone.has_cls and backbone.num_heads):
         raise ConfigError(
             f"{request.reducer} ranks patches by the attention of [CLS], which {name} does not have",
-            todo="use a plain ViT with a [CLS] token, or the reducer patch_mean",
+            todo="use a plain ViT with a [CLS] token, or the mean of all patches",
         )
     if kind == "head_argmax" and projection_head is None:
         raise ConfigError(
             "head_argmax needs a projection head, and this checkpoint has none",
             todo="use a full pre-training checkpoint (backbone and head), not the backbone alone",
         )
-    if kind in ("norm_patch_mean", "head_argmax") and backbone.dims[block] != backbone.dims[-1]:
+    if kind in (*NORM_AFTER_MEAN, "head_argmax") and backbone.dims[block] != backbone.dims[-1]:
         raise ConfigError(
             f"{kind} of block {block}: it is {backbone.dims[block]} wide, the end of {name} {backbone.dims[-1]}",
             todo="use a block as wide as the last one",
         )
-    # The norm of 'norm of the patch mean' is its own; naming one must not make another bank.
-    return Atom(block, "none" if kind == "norm_patch_mean" else request.norm, request.reducer)
+    # The norm after the mean is the reducer's own; naming one must not make another bank.
+    return Atom(block, "none" if kind in NORM_AFTER_MEAN else request.norm, request.reducer)
 
 
 def row_bytes(atom: Atom, backbone: Backbone, side: int) -> int:
@@ -66,24 +71,31 @@ def row_bytes(atom: Atom, backbone: Backbone, side: int) -> int:
 
 
 def atomic_outputs(
-    backbone: Backbone, projection_head: nn.Module | None, images: Tensor, atoms: Sequence[Atom]
+    backbone: Backbone,
+    projection_head: nn.Module | None,
+    images: Tensor,
+    atoms: Sequence[Atom],
+    indices: Sequence[int] | None = None,
 ) -> dict[Atom, Tensor]:
     """All ``atoms`` of a batch from one pass (blocks, norms and attention merged).
 
     Args:
         images: (B, 3, H, W) normalised, on the backbone's device.
-        atoms: as :func:`resolve` gives them. ``topk`` takes the attention of the last block, whatever the atom's
-            block, as published part-wise probes do.
+        atoms: as :func:`resolve` gives them. Attention is that of the last block, whatever the atom's block, as in
+            published part-wise probes.
+        indices: (B,) of the images in their split; only ``norm_randomk`` needs them.
 
     Returns:
         Per atom (B, …), dtype and shape as ``features.REDUCERS`` says.
 
     Raises:
         ConfigError: more patches asked for than there are, or patches of a network that gives none.
+        ValueError: ``norm_randomk`` without indices.
     """
     last = backbone.depth - 1
-    attends = any(parse_reducer(atom.reducer)[0] == "topk" for atom in atoms)
+    attends = any(parse_reducer(atom.reducer)[0] in BY_ATTENTION for atom in atoms)
     tokens, attention = _tokens(backbone, images, {(a.block, a.norm) for a in atoms}, last if attends else None)
+    orders: dict[tuple[bool, int], Tensor] = {}
     result = {}
     for atom in atoms:
         kind, parameter = parse_reducer(atom.reducer)
@@ -99,10 +111,16 @@ def atomic_outputs(
                 value = reducers.norm_patch_mean(patches, backbone.final_norm)
             case "gem", float(power):
                 value = reducers.gem(patches, power)
-            case "topk", float(k):
-                assert attention is not None
-                weights = reducers.cls_attention_on_patches(attention, patches.shape[1] * patches.shape[2])
-                value = reducers.topk_mean(patches, weights, int(k))
+            case "topk" | "norm_topk" | "norm_bottomk" | "norm_randomk", float(k):
+                count = patches.shape[1] * patches.shape[2]
+                ranked = kind in BY_ATTENTION
+                if (ranked, count) not in orders:
+                    made = _ranked(attention, count) if ranked else _drawn(indices, count, images.device)
+                    orders[ranked, count] = made
+                order = orders[ranked, count]
+                value = reducers.leading_mean(patches, order.flip(1) if kind == "norm_bottomk" else order, int(k))
+                if kind in NORM_AFTER_MEAN:
+                    value = backbone.final_norm(value).float()
             case "head_argmax", _:
                 assert projection_head is not None
                 value = reducers.head_argmax(_logits(projection_head, cls))
@@ -112,6 +130,17 @@ def atomic_outputs(
                 raise NotImplementedError(atom.reducer)
         result[atom] = value
     return result
+
+
+def _ranked(attention: Tensor | None, num_patches: int) -> Tensor:
+    assert attention is not None
+    return reducers.by_weight(reducers.cls_attention_on_patches(attention, num_patches))
+
+
+def _drawn(indices: Sequence[int] | None, num_patches: int, device: torch.device) -> Tensor:
+    if indices is None:
+        raise ValueError("norm_randomk draws by the image's index in its split, and no indices are given")
+    return reducers.drawn(indices, num_patches, device)
 
 
 def _tokens(

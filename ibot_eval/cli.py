@@ -117,8 +117,10 @@ def parse(kind: type[T], argv: list[str], name: str, description: str | None = N
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
             )
     finally:
-        # Settings without a value say what that means in their help; "(default: None)" after it would contradict it.
-        print(re.sub(r"\(default:([\s│]+)None\)", r"         \1     ", printed.getvalue()), end="")
+        # Settings without a value say what that means in their help; "(default: None)" or "(default: )" after it would
+        # contradict it.
+        text = re.sub(r"\(default:([\s│]+)None\)", r"         \1     ", printed.getvalue())
+        print(re.sub(r"\(default:([\s│]+)\)", r"         \1 ", text), end="")
 
 
 def expand_recipe(argv: list[str], command: str | None = None) -> list[str]:
@@ -175,18 +177,19 @@ def parse_protocol(name: str, argv: list[str]) -> ProtocolCall:
         "engine": EngineSettings,
         "output": OutputSettings,
     }
+    own = name.replace("-", "_")
     command = dataclasses.make_dataclass(
         "Command",
         [
             (group, kind_of_group, dataclasses.field(default_factory=kind_of_group))
-            for group, kind_of_group in {name: kind.config_type, **groups, "recipe": RecipeSettings}.items()
+            for group, kind_of_group in {own: kind.config_type, **groups, "recipe": RecipeSettings}.items()
         ],
         frozen=True,
     )
     description = (sys.modules[kind.__module__].__doc__ or kind.__doc__ or "").strip()
     parsed: Any = parse(command, argv, name, description=description)
     settings = RunSettings(**{group: getattr(parsed, group) for group in groups})
-    return ProtocolCall(kind, getattr(parsed, name), settings, flag_names(argv))
+    return ProtocolCall(kind, getattr(parsed, own), settings, flag_names(argv))
 
 
 def start_processes(engine: EngineSettings, argv: list[str]) -> int:

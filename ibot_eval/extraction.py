@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ibot_eval.data.splits import ImageSplit
     from ibot_eval.data.transforms import EvalTransform
 
-EXTRACTOR_VERSION = 1
+EXTRACTOR_VERSION = 2
 """Raised whenever features may come out differently."""
 
 
@@ -115,7 +115,7 @@ def extract_banks(
     with ExitStack() as stack:
         if not cacheable:
             # On POSIX systems a mapped file lives on without its name until the last bank that maps it is gone.
-            cache = BankCache(stack.enter_context(_shared_temporary_folder()))
+            cache = BankCache(stack.enter_context(shared_temporary_folder()))
         for name in dict.fromkeys(request.split for request in requests):
             sources = {bank_key(s): s for r, s in wanted.items() if r.split == name}
             found, count, seconds = _complete(sources, splits[name], cache, engine)
@@ -269,7 +269,8 @@ def _skipped(name: str, banks: Sequence[FeatureBank]) -> list[str]:
 
 
 @contextmanager
-def _shared_temporary_folder() -> Iterator[Path]:
+def shared_temporary_folder() -> Iterator[Path]:
+    """A temporary folder that all ranks see, for banks that must not be kept. A collective at its beginning."""
     made: list[tempfile.TemporaryDirectory[str]] = []
 
     def make() -> str:

@@ -24,6 +24,10 @@ REDUCERS: dict[str, str] = {
     "norm_patch_mean": "last norm of the mean of the raw patch tokens, (n, D) float32; the request's norm is ignored",
     "gem:P": "generalised mean of the patch tokens with power P, (n, D) float32",
     "topk:K": "mean of the K patch tokens with the largest [CLS] attention (mean over heads), (n, D) float32",
+    "norm_topk:K": "last norm of the mean of the K raw patch tokens with the largest [CLS] attention, (n, D) float32; "
+    "the request's norm is ignored, as in the next two",
+    "norm_bottomk:K": "the same of the K with the smallest attention: those that norm_topk leaves out at N - K",
+    "norm_randomk:K": "the same of K patches drawn for each image; a larger K adds to those of a smaller one",
     "head_argmax": "index of the largest output of the projection head on [CLS], (n,) int64",
     "patches": "all patch tokens, (n, h, w, D) float16",
 }
@@ -31,7 +35,7 @@ REDUCERS: dict[str, str] = {
 
 def parse_reducer(reducer: str) -> tuple[str, float | None]:
     """``"gem:4"`` -> ``("gem", 4.0)``; ``"cls"`` -> ``("cls", None)``. Raises ConfigError for any other text."""
-    match = re.fullmatch(r"(gem|topk):(\d+(?:\.\d+)?)", reducer)
+    match = re.fullmatch(r"(gem|topk|norm_topk|norm_bottomk|norm_randomk):(\d+(?:\.\d+)?)", reducer)
     if match and float(match[2]) > 0 and (match[1] == "gem" or float(match[2]).is_integer()):
         return match[1], float(match[2])
     if reducer in REDUCERS and ":" not in reducer:
@@ -49,6 +53,9 @@ class FeatureRequest:
     norm: Norm = "published"
     reducer: str = "cls"
     """A key of ``REDUCERS``, its parameter filled in (``gem:4``)."""
+    optional: bool = field(default=False, compare=False)
+    """Whether the protocol can do without it where the network does not have it (a checkpoint without a projection
+    head): then there is no bank for it, and ``Session.unavailable`` says why."""
 
     def __post_init__(self) -> None:
         parse_reducer(self.reducer)

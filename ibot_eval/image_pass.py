@@ -135,7 +135,11 @@ def _results(
                 ):
                     images = engine.transform.normalize(batch.images.to(device, non_blocking=True))
                     values = atomic_outputs(
-                        loaded.backbone, loaded.projection_head, images, [atoms[key] for key in keys]
+                        loaded.backbone,
+                        loaded.projection_head,
+                        images,
+                        [atoms[key] for key in keys],
+                        batch.indices.tolist(),
                     )
                     outputs = {key: _to_host(values[atoms[key]], cuda) for key in keys}
             event = torch.cuda.Event() if cuda else None

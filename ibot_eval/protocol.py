@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from ibot_eval.backbone import Backbone
     from ibot_eval.data.splits import Data
+    from ibot_eval.data.transforms import EvalTransform
     from ibot_eval.record import EvalRecord
+    from ibot_eval.settings import DataSettings, EngineSettings
 
 Unit = Literal["%", "s", "images/s", "GB", "1", "h"]
 
@@ -87,9 +89,29 @@ class Session:
     """Whether to show progress bars (on stderr)."""
     asked: frozenset[str] = frozenset()
     """Names of the protocol's settings that the user gave by hand (defaults may be relaxed, these may not)."""
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    """The record's ``checkpoint``: reference, sha256, key, architecture …; empty for synthetic banks."""
+    unavailable: Mapping[FeatureRequest, str] = field(default_factory=dict)
+    """Optional requests that the network cannot serve, and why."""
+    transform: EvalTransform | None = None
+    """What evaluation images go through; for protocols that open images themselves, as are the next two."""
+    engine: EngineSettings | None = None
+    data_settings: DataSettings | None = None
 
 
 Config = TypeVar("Config")
+
+
+class PublishedKey(NamedTuple):
+    """Under which names published.json has the number that a metric reproduces."""
+
+    protocol: str
+    metric: str
+    data: str
+    remark: str = ""
+    """What to add to the source where the two are not quite the same thing."""
+    exact: bool = False
+    """Whether this very metric is the published one; else an entry that names no parameters goes with the headline."""
 
 
 class EvalProtocol(ABC, Generic[Config]):
@@ -101,6 +123,8 @@ class EvalProtocol(ABC, Generic[Config]):
     """Raised whenever a number may move."""
     primary: ClassVar[str]
     """Name of the headline metric."""
+    resumable: ClassVar[bool] = False
+    """Whether an unfinished run of the same name is gone on with: its folder is then given to :meth:`run` again."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -109,9 +133,33 @@ class EvalProtocol(ABC, Generic[Config]):
     def run(self, backbone: Backbone, session: Session) -> Iterator[Event]:
         """Evaluate ``backbone`` and yield results as they come."""
 
+    def for_network(self, backbone: Backbone, transform: EvalTransform, asked: frozenset[str]) -> Self:
+        """This protocol with the settings that depend on the network filled in: features of the family, k up to the
+        grid. Called before :meth:`run` or ``features()``; the record holds the settings of the result.
+
+        Args:
+            backbone: not to be run, only asked for its attributes.
+            transform: of the images that it will see.
+            asked: names of the settings that the user gave by hand.
+
+        Raises:
+            ConfigError: settings given by hand that this network cannot serve.
+        """
+        return self
+
     def as_published(self) -> bool:
         """Whether these settings are those of the published experiment; if not, no published number is shown."""
         return True
+
+    def published_key(self, name: str, metric: Mapping[str, Any], data: str) -> PublishedKey | None:
+        """Where the published number for ``metric`` is to be found; None where none is comparable.
+
+        Args:
+            name: the protocol's registered name.
+            metric: as in the record (name, params …).
+            data: what publications call the data set.
+        """
+        return PublishedKey(name, metric["name"], data)
 
     @classmethod
     def figures(cls, *records: EvalRecord) -> Mapping[str, Figure]:

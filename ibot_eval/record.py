@@ -142,17 +142,27 @@ def migrate(content: dict[str, Any], path: Path) -> dict[str, Any]:
             f"the record {path} has schema {schema}; this version of ibot-eval reads up to {SCHEMA}",
             todo="upgrade ibot-eval",
         )
-    raise RecordError(f"the record {path} has an unknown schema {schema!r}")
+    raise RecordError(
+        f"the record {path} has an unknown schema {schema!r}; this version of ibot-eval reads {SCHEMA}",
+        todo="run the protocol again, or use the version of ibot-eval that wrote it",
+    )
+
+
+REPLACED = "replaced"
+"""Name of the folder that keeps runs whose place another has taken (see ``run_folder.set_aside``)."""
 
 
 def find_records(folder: Path) -> Iterator[Path]:
-    """Paths of all record files at or below ``folder``, sorted."""
+    """Paths of all record files at or below ``folder``, sorted; without those that others have replaced."""
     if folder.is_file():
         yield folder
         return
     if not folder.is_dir():
         raise RecordError(f"no such folder: {folder}", todo="give a run folder, or the folder that holds runs")
-    yield from sorted(folder.rglob("record.json"))
+    for path in sorted(folder.rglob("record.json")):
+        # A run may itself be called so.
+        if REPLACED not in path.relative_to(folder).parts[:-2]:
+            yield path
 
 
 def load_records(*folders: Path | str) -> list[EvalRecord]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,12 +44,32 @@ def cls_attention_on_patches(attention: Tensor, num_patches: int) -> Tensor:
     return attention[:, :, 0, -num_patches:].float().mean(dim=1)
 
 
-def topk_mean(patches: Tensor, weights: Tensor, k: int) -> Tensor:
-    """Mean of the k patches with the largest weights; of equal weights the earlier patch wins.
+def by_weight(weights: Tensor) -> Tensor:
+    """(B, N) -> (B, N) int64: each image's patches from the largest weight to the smallest, equal ones as they lie."""
+    return weights.sort(dim=1, descending=True, stable=True).indices
+
+
+def drawn(indices: Sequence[int], num_patches: int, device: torch.device) -> Tensor:
+    """(B, num_patches) int64: each image's patches in an order drawn from the image's index alone.
+
+    So a draw is the same at any batch size and on any rank, and the first K of it are among the first K + 1.
+
+    Args:
+        indices: (B,) of the images in their split.
+    """
+    orders = torch.from_numpy(np.stack([np.random.default_rng(index).permutation(num_patches) for index in indices]))
+    if device.type == "cuda":
+        # From ordinary memory the copy would wait for the network's pass.
+        orders = orders.pin_memory()
+    return orders.to(device, non_blocking=True)
+
+
+def leading_mean(patches: Tensor, order: Tensor, k: int) -> Tensor:
+    """Mean of the first k patches of an order.
 
     Args:
         patches: (B, h, w, D).
-        weights: (B, h * w), e.g. from :func:`cls_attention_on_patches`.
+        order: (B, h * w) int64, a permutation for each image: :func:`by_weight`, :func:`drawn`.
         k: 1 … h * w.
 
     Returns:
@@ -57,15 +78,14 @@ def topk_mean(patches: Tensor, weights: Tensor, k: int) -> Tensor:
     Raises:
         ConfigError: k above the number of patches.
     """
-    b, h, w, d = patches.shape
+    b, h, w, _ = patches.shape
     if k > h * w:
         raise ConfigError(
-            f"topk:{k} asks for more patches than there are: the grid is {h}x{w} = {h * w}",
+            f"the mean of {k} patches is asked for, and the grid is {h}x{w} = {h * w}",
             todo=f"use a k of at most {h * w}, or a larger --crop",
         )
-    best = weights.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    chosen = patches.float().reshape(b, h * w, d).gather(1, best[:, :, None].expand(-1, -1, d))
-    return chosen.mean(dim=1)
+    images = torch.arange(b, device=patches.device)[:, None]
+    return patches.flatten(1, 2)[images, order[:, :k]].float().mean(dim=1)
 
 
 def head_argmax(logits: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,21 +33,38 @@ COLUMNS: tuple[str, ...] = (
 
 def run_table(record: EvalRecord, folder: Path) -> str:
     """What a run prints at its end: what was measured, every metric, and where the record lies."""
-    checkpoint, data = record.checkpoint, record.data
+    network, images = _subject(record)
     lines = [
-        f"{record.protocol} of {checkpoint['reference']} ({checkpoint['architecture']}"
-        + (f", {checkpoint['key']}" if checkpoint.get("key") else "")
-        + f") on {data['reference']}",
-        ", ".join(f"{role}: {split['images']:,} images" for role, split in (data["splits"] or {}).items())
-        + f", {data.get('classes', 0):,} class{'es' * (data.get('classes') != 1)}",
+        f"{record.protocol} of {network}",
+        images,
         "",
         tabulate(_metric_rows(record.metrics), headers="keys", disable_numparse=True),
         "",
-        *(f"note: {note}" for note in checkpoint.get("notes", [])),
+        *(f"note: {note}" for note in record.checkpoint.get("notes", [])),
         *(f"warning: {warning}" for warning in record.warnings),
         f"record: {folder / 'record.json'}",
     ]
     return "\n".join(lines)
+
+
+def suite_table(records: Sequence[EvalRecord], folder: Path) -> str:
+    """What a suite prints at its end: a line per protocol, without what is the same in all lines."""
+    known = [record for record in records if record.checkpoint.get("architecture") and record.data.get("splits")]
+    # Some protocols need one split only.
+    lines = _subject(max(known, key=lambda record: len(record.data["splits"]))) if known else []
+    table = records_table(records, leave_out=("run", "network", "data"))
+    return "\n".join([*lines, "", table, "", f"records: {folder}"])
+
+
+def _subject(record: EvalRecord) -> list[str]:
+    """Network and images, a line each."""
+    checkpoint, data = record.checkpoint, record.data
+    key = f", {checkpoint['key']}" if checkpoint.get("key") else ""
+    return [
+        f"{checkpoint['reference']} ({checkpoint['architecture']}{key}) on {data['reference']}",
+        ", ".join(f"{role}: {split['images']:,} images" for role, split in (data["splits"] or {}).items())
+        + f", {data.get('classes', 0):,} class{'es' * (data.get('classes') != 1)}",
+    ]
 
 
 def _metric_rows(metrics: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
@@ -97,8 +114,17 @@ def params_text(metric: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in metric["params"].items())
 
 
-def records_table(records: Sequence[EvalRecord], form: Format = "table", every_metric: bool = False) -> str:
-    """A line per run with its headline metric, or per metric; published numbers where there are any."""
+def records_table(
+    records: Sequence[EvalRecord],
+    form: Format = "table",
+    every_metric: bool = False,
+    leave_out: Collection[str] = (),
+) -> str:
+    """A line per run with its headline metric, or per metric; published numbers where there are any.
+
+    Args:
+        leave_out: columns that are not wanted, of tables that are not CSV.
+    """
     rows = [row for record in records for row in _record_rows(record, every_metric)]
     if form == "csv":
         out = io.StringIO()
@@ -106,7 +132,7 @@ def records_table(records: Sequence[EvalRecord], form: Format = "table", every_m
         writer.writeheader()
         writer.writerows(rows)
         return out.getvalue().rstrip("\n")
-    used = [c for c in COLUMNS if any(row[c] for row in rows)]
+    used = [c for c in COLUMNS if c not in leave_out and any(row[c] for row in rows)]
     style = "github" if form == "md" else "simple"
     return tabulate(
         [[row[c] for c in used] for row in rows],

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +13,33 @@ import numpy as np
 import torch
 
 from ibot_eval import distributed, provenance, published, registry
+from ibot_eval.atoms import resolve
 from ibot_eval.cache import BankCache
 from ibot_eval.checkpoint import LoadedCheckpoint, load_checkpoint
 from ibot_eval.data.opening import open_data
-from ibot_eval.data.splits import Data
+from ibot_eval.data.splits import Data, ImageSplit
 from ibot_eval.data.transforms import EvalTransform, eval_transform
 from ibot_eval.errors import ConfigError, DataError, UserError
 from ibot_eval.extraction import ExtractionStats, extract_banks
 from ibot_eval.features import FeatureBank, FeatureRequest
+from ibot_eval.interruption import Interrupted, terminated_as_exception
 from ibot_eval.own_network import from_module
-from ibot_eval.protocol import Artifact, EvalProtocol, Event, FrozenProtocol, Metric, Predictions, Session, Warning
-from ibot_eval.record import EvalRecord, save_predictions
+from ibot_eval.protocol import EvalProtocol, FrozenProtocol, Session
+from ibot_eval.record import EvalRecord
+from ibot_eval.recording import add_published, collect, describe_data, note_skipped, say
 from ibot_eval.run_folder import new_run_folder
 from ibot_eval.settings import CheckpointSettings, RunSettings
 
 
-class Interrupted(BaseException):
-    """The process was asked to end (SIGTERM)."""
+@dataclass
+class _AtHand:
+    """What a run may have been given, instead of making it from its settings."""
+
+    loaded: LoadedCheckpoint | None
+    data: Data | None
+    cache: BankCache
+    told: set[str] | None
+    """Remarks about the checkpoint and the data that were printed before and need not be again."""
 
 
 def with_defaults(settings: RunSettings) -> RunSettings:
@@ -69,6 +76,9 @@ def run(
     command: list[str] | None = None,
     loaded: LoadedCheckpoint | None = None,
     data: Data | None = None,
+    cache: BankCache | None = None,
+    told: set[str] | None = None,
+    title: str | None = None,
 ) -> EvalRecord:
     """Runs ``protocol`` and saves its record, whatever the outcome.
 
@@ -76,7 +86,10 @@ def run(
         name: the protocol's registered name.
         asked: names of protocol settings that the user gave by hand.
         command: what the user typed, for the record.
-        loaded, data: a network and images that are already at hand, instead of those that ``settings`` names.
+        loaded, data, cache: a network, images and feature banks that are already at hand, instead of those that
+            ``settings`` names.
+        told: remarks about the checkpoint and the data that were printed before and are not repeated; added to.
+        title: what the record calls the run; by default the name of its folder.
 
     Raises:
         UserError, KeyboardInterrupt, Interrupted or any fault of the protocol, after the record has been saved with
@@ -87,10 +100,9 @@ def run(
     device = distributed.init(settings.engine.device)
     torch.manual_seed(settings.engine.seed)
     watch = provenance.Stopwatch()
-    folder = new_run_folder(name, settings) if distributed.is_main() else None
-    folder = Path(distributed.broadcast_object(str(folder)))
+    folder = Path(distributed.from_main(lambda: str(new_run_folder(name, settings, protocol.resumable))))
     record = EvalRecord(
-        run=folder.name,
+        run=title or folder.name,
         protocol=name,
         protocol_version=protocol.version,
         primary=protocol.primary,
@@ -111,12 +123,14 @@ def run(
     try:
         _save(record, folder)
     except OSError as error:
-        folder.rmdir()
+        with suppress(OSError):
+            folder.rmdir()
         raise ConfigError(f"cannot write into {folder}: {error.strerror}", todo="choose another --output") from None
     stats: list[ExtractionStats] = []
     try:
-        with _terminated_as_exception():
-            _fill(record, protocol, settings, folder, device, watch, frozenset(asked), loaded, data, stats)
+        with terminated_as_exception():
+            at_hand = _AtHand(loaded, data, cache or BankCache(settings.engine.cache), told)
+            _fill(record, protocol, settings, folder, device, watch, frozenset(asked), at_hand, stats)
         record.status = "success"
     except BaseException as error:
         record.status = "interrupted" if isinstance(error, (KeyboardInterrupt, Interrupted)) else "error"
@@ -145,23 +159,25 @@ def _fill(
     device: torch.device,
     watch: provenance.Stopwatch,
     asked: frozenset[str],
-    loaded: LoadedCheckpoint | None,
-    data: Data | None,
+    at_hand: _AtHand,
     stats: list[ExtractionStats],
 ) -> None:
-    cache = BankCache(settings.engine.cache)
+    cache = at_hand.cache
     with watch.phase("load"):
-        loaded = loaded or load_any(settings.checkpoint, cache, settings.engine.seed)
+        loaded = at_hand.loaded or distributed.everywhere(
+            lambda: load_any(settings.checkpoint, cache, settings.engine.seed)
+        )
         loaded.backbone.to(device)
     record.checkpoint = loaded.report.as_dict()
-    say(loaded.report.notes)
-    roles = _roles(protocol)
-    with watch.phase("data"):
-        data = data or open_data(settings.data, roles=roles)
+    say(loaded.report.notes, at_hand.told)
     transform = eval_transform(settings.data, loaded.backbone)
+    protocol = protocol.for_network(loaded.backbone, transform, asked)
+    record.config.update(asdict(protocol.config))
+    with watch.phase("data"):
+        data = at_hand.data or distributed.everywhere(lambda: open_data(settings.data, roles=roles(protocol)))
     record.data = describe_data(data, settings, transform)
     record.warnings += data.warnings
-    say(f"warning: {w}" for w in data.warnings)
+    say([f"warning: {w}" for w in data.warnings], at_hand.told)
     session = Session(
         device=device,
         output=folder,
@@ -170,20 +186,18 @@ def _fill(
         data=data,
         progress=distributed.is_main(),
         asked=asked,
+        checkpoint=record.checkpoint,
+        transform=transform,
+        engine=settings.engine,
+        data_settings=settings.data,
     )
     if isinstance(protocol, FrozenProtocol):
         protocol.check({role: len(split) for role, split in data.splits.items()}, session)
-        requests = list(protocol.features())
+        requests, session.unavailable = available(protocol.features(), loaded)
         with watch.phase("extract"):
             banks, done = extract(requests, loaded, data, transform, cache, settings, device)
         stats.append(done)
-        for role, skipped in done.skipped.items():
-            if skipped:
-                record.data["skipped_images"][role] = sorted(skipped)
-                record.data["splits"][role]["images"] -= len(skipped)
-                named = ", ".join(sorted(skipped)[:3]) + (", …" if len(skipped) > 3 else "")
-                record.warnings.append(f"unreadable images of {role}, left out: {len(skipped)} ({named})")
-                say([f"warning: {record.warnings[-1]}"])
+        say([f"warning: {w}" for w in note_skipped(record, done.skipped)], at_hand.told)
         _check_labels(banks, data)
         events = protocol.score(banks, session)
     else:
@@ -193,9 +207,9 @@ def _fill(
     as_published = protocol.as_published() and loaded.report.key != "student"
     record.config.update(method=method, data_name=data_name)
     with watch.phase("score"):
-        _collect(record, events, folder)
+        collect(record, events, folder)
     if as_published:
-        _add_published(record, protocol, data_name, method, loaded.backbone.architecture)
+        add_published(record, protocol, data_name, method, loaded.backbone.architecture)
 
 
 def extract(
@@ -219,10 +233,23 @@ def extract(
             f"--blocks names a block twice: {sorted({r.block for r in requests})} of {backbone.depth}",
             todo="name each block once; -1 is the last",
         )
+    return extract_union(requests, loaded, data.splits, transform, cache, settings, device)
+
+
+def extract_union(
+    requests: Sequence[FeatureRequest],
+    loaded: LoadedCheckpoint,
+    splits: Mapping[str, ImageSplit],
+    transform: EvalTransform,
+    cache: BankCache,
+    settings: RunSettings,
+    device: torch.device,
+) -> tuple[dict[FeatureRequest, FeatureBank], ExtractionStats]:
+    """As :func:`extract`, for requests of several protocols: these may well call one block by two names."""
     return extract_banks(
         requests,
         loaded,
-        data.splits,
+        splits,
         transform,
         cache,
         device=device,
@@ -235,59 +262,29 @@ def extract(
     )
 
 
-def describe_data(data: Data, settings: RunSettings, transform: EvalTransform) -> dict[str, Any]:
-    """The record's ``data``."""
-    return {
-        "reference": settings.data.data or data.reference,
-        "fingerprint": data.fingerprint,
-        "splits": {
-            role: {"name": data.split_names.get(role, role), "images": len(split), "fingerprint": split.fingerprint}
-            for role, split in data.splits.items()
-        },
-        "classes": len(data.class_names),
-        "class_to_idx": data.class_to_idx,
-        "transform": transform.describe(),
-        "skipped_images": {},
-    }
+def available(
+    requests: Iterable[FeatureRequest], loaded: LoadedCheckpoint
+) -> tuple[list[FeatureRequest], dict[FeatureRequest, str]]:
+    """The requests that the network can serve, and those optional ones that it cannot, with the reason.
 
-
-def _collect(record: EvalRecord, events: Iterator[Event], folder: Path) -> None:
-    for event in events:
-        if isinstance(event, Metric):
-            record.metrics.append({**asdict(event), "params": dict(event.params), "published": None})
-        elif isinstance(event, Predictions):
-            path = folder / "predictions.npz"
-            if distributed.is_main():
-                save_predictions(path, list(event.image_ids), event.values)
-            record.artifacts.append({"path": path.name, "kind": "predictions"})
-        elif isinstance(event, Artifact):
-            inside = event.path.is_relative_to(folder)
-            path = event.path.relative_to(folder) if inside else event.path
-            record.artifacts.append({"path": path.as_posix(), "kind": event.kind})
-        elif isinstance(event, Warning):
-            record.warnings.append(event.message)
-            say([f"warning: {event.message}"])
+    Raises:
+        ConfigError: a request that is not optional and cannot be served.
+    """
+    usable, missing = [], {}
+    for request in requests:
+        try:
+            resolve(request, loaded.backbone, loaded.projection_head)
+        except ConfigError as error:
+            if not request.optional:
+                raise
+            missing[request] = error.what
         else:
-            raise TypeError(f"a protocol yields Metric, Predictions, Artifact or Warning, not {type(event).__name__}")
+            usable.append(request)
+    return usable, missing
 
 
-def _add_published(
-    record: EvalRecord, protocol: EvalProtocol[Any], data: str | None, method: str | None, arch: str
-) -> None:
-    headline = protocol.headline(record.metrics)
-    for metric in record.metrics:
-        metric["published"] = published.lookup(
-            record.protocol,
-            metric["name"],
-            data=data,
-            method=method,
-            arch=arch,
-            params=metric["params"],
-            headline=metric is headline or metric["name"] != protocol.primary,
-        )
-
-
-def _roles(protocol: EvalProtocol[Any]) -> tuple[str, ...]:
+def roles(protocol: EvalProtocol[Any]) -> tuple[str, ...]:
+    """The splits that ``protocol`` needs."""
     if isinstance(protocol, FrozenProtocol):
         return tuple(sorted({request.split for request in protocol.features()}, reverse=True))
     return ("train", "test")
@@ -306,26 +303,3 @@ def _check_labels(banks: Mapping[FeatureRequest, FeatureBank], data: Data) -> No
                 where=data.reference,
                 todo="put images into a folder per class, or give --test-labels",
             )
-
-
-def say(lines: Iterable[str]) -> None:
-    if distributed.is_main():
-        for line in lines:
-            print(line, file=sys.stderr)
-
-
-@contextmanager
-def _terminated_as_exception() -> Iterator[None]:
-    """SIGTERM as an exception, so that a run that is asked to end leaves a record. Main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handler(number: int, frame: object) -> None:
-        raise Interrupted(f"ended by signal {signal.Signals(number).name}")
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

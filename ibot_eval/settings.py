@@ -94,13 +94,13 @@ class OutputSettings:
     output: Path = Path("runs")
     """Folder that holds a folder per run."""
     name: str | None = None
-    """Name of the run. Default: protocol, checkpoint, data and time."""
+    """Name of the run. Default: protocol, checkpoint, data and time; of a suite: checkpoint, data and a hash."""
     data_name: str | None = None
     """Name of the data set as publications call it (ImageNet-1K), to show published numbers beside yours."""
     method: str | None = None
     """Name of the method as publications call it (iBOT). Default: what the checkpoint's layout tells."""
     json: bool = False
-    """Print the record as JSON on stdout instead of the table."""
+    """Print the record (of a suite: a list of all) as JSON on stdout instead of the table."""
     debug: bool = False
     """Show tracebacks."""
 

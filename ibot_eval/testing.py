@@ -177,8 +177,12 @@ def _score(protocol: FrozenProtocol[Any], banks: Mapping[FeatureRequest, Feature
 
 
 def _documented(config_type: type) -> set[str]:
-    """Names of the fields that a docstring follows in the source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(config_type)))
+    """Names of the fields, inherited ones included, that a docstring follows in the source."""
+    return {name for kind in config_type.__mro__[:-1] for name in _documented_in(kind)}
+
+
+def _documented_in(kind: type) -> set[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     found = set()
     for statement, following in itertools.pairwise(body):

@@ -1,11 +1,9 @@
-"""The folder of a pre-training run: made, or found again and checked, and held by one process at a time."""
+"""The folder of a pre-training run: made, or found again and checked."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from ibot_eval import distributed
 from ibot_eval.errors import ConfigError
@@ -18,17 +16,6 @@ from pretrain.train import CHECKPOINTS
 
 EFFECTIVE = "effective"
 """What the settings came to, in the record's config: learning rate, images per step, steps."""
-
-
-def take(lock: FileLock, folder: Path) -> None:
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConfigError(
-            f"another process is writing the run {folder}", todo="wait for it or stop it, or choose another --name"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"cannot write into {folder}: {error.strerror}", todo="choose another --output") from None
 
 
 def resumed(settings: PretrainSettings) -> tuple[PretrainSettings, EvalRecord | None]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 
 from ibot_eval import distributed, provenance
 from ibot_eval.data.opening import open_data
@@ -20,10 +19,11 @@ from ibot_eval.data.splits import Data
 from ibot_eval.data.transforms import eval_transform
 from ibot_eval.errors import ConfigError, DataError, UserError
 from ibot_eval.record import EvalRecord
+from ibot_eval.training.holding import hold
 from pretrain import setup
 from pretrain.config import PretrainSettings
 from pretrain.consistency import check
-from pretrain.folder import EFFECTIVE, new_folder, refuse_other_images, resumed, take
+from pretrain.folder import EFFECTIVE, new_folder, refuse_other_images, resumed
 from pretrain.networks import Network
 from pretrain.probe import labelled_splits, teacher_knn
 from pretrain.train import REPLACED, Outcome, train
@@ -73,8 +73,7 @@ def run(settings: PretrainSettings, command: list[str] | None = None) -> EvalRec
     resume = earlier is not None
     folder = settings.output.output / settings.output.name if resume and settings.output.name else None
     folder = folder or Path(distributed.from_main(lambda: str(new_folder(settings))))
-    lock = FileLock(folder / ".lock")
-    distributed.from_main(lambda: take(lock, folder))
+    lock = hold(folder)
     record = EvalRecord(
         run=folder.name,
         protocol="pretrain",

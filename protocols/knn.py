@@ -23,6 +23,7 @@ from ibot_eval.metrics.accuracy import target_ranks
 from ibot_eval.metrics.intervals import wilson
 from ibot_eval.metrics.votes import cumulative_votes
 from ibot_eval.neighbors import Backend, search_tiles
+from ibot_eval.probes.labelled import unknown_classes
 from ibot_eval.protocol import Event, FrozenProtocol, Metric, Predictions, Session, Warning
 
 if TYPE_CHECKING:
@@ -108,13 +109,10 @@ class KNN(FrozenProtocol[KNNConfig]):
             yield Warning(warning)
         classes, votes_for = np.unique(gallery[0].labels, return_inverse=True)
         labels = np.asarray(query[0].labels)
-        missing = ~np.isin(labels, classes)
-        if missing.any():
-            yield Warning(
-                f"{missing.sum()} of {len(labels)} query images count as wrong, since the gallery has none of their "
-                f"{_classes(labels[missing], session)}"
-            )
-        targets = np.where(missing, -1, np.searchsorted(classes, labels))
+        unknown = unknown_classes(labels, classes, session.class_names, "the gallery")
+        if unknown:
+            yield Warning(unknown)
+        targets = np.where(np.isin(labels, classes), np.searchsorted(classes, labels), -1)
 
         local = distributed.everywhere(lambda: self._classify(gallery, query, votes_for, targets, ks, session))
         rows = local.pop("rows")
@@ -199,13 +197,15 @@ class KNN(FrozenProtocol[KNNConfig]):
         usable, large = ([k for k in sorted(self.config.k) if (k <= size) == fits] for fits in (True, False))
         if not large:
             return usable, None
-        others = "other images" if self.config.leave_one_out else "gallery images"
+        others = f"{'other' if self.config.leave_one_out else 'gallery'} image{'s' * (size != 1)}"
         if by_hand:
             raise ConfigError(
                 f"k = {_list(large)} is more than the {size} {others}", where="--k", todo=f"choose k up to {size}"
             )
         instead = "" if usable else f"; k = {size} is used"
-        return usable or [size], f"default k = {_list(large)} left out: there are only {size} {others}{instead}"
+        return usable or [
+            size
+        ], f"default k = {_list(large)} left out: there {'are' if size != 1 else 'is'} only {size} {others}{instead}"
 
     def _classify(
         self,
@@ -286,15 +286,6 @@ def _columns(votes: np.ndarray, classes: np.ndarray, named: int) -> np.ndarray:
     columns = np.zeros((len(votes), named), votes.dtype)
     columns[:, classes] = votes
     return columns
-
-
-def _classes(labels: np.ndarray, session: Session, most: int = 10) -> str:
-    """``classes a, b and 3 more``."""
-    names = session.class_names
-    unique = [int(c) for c in np.unique(labels)]
-    shown = [names[c] if c < len(names) else str(c) for c in unique[:most]]
-    rest = f" and {len(unique) - most} more" if len(unique) > most else ""
-    return ("class " if len(unique) == 1 else "classes ") + ", ".join(shown) + rest
 
 
 def _list(numbers: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,13 @@ def test_every_command_has_a_help_text_with_its_flags(capsys: pytest.CaptureFixt
         assert "(default" in text
 
 
+def test_help_says_no_default_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"\(default:\s+table\)", text)
+    assert not re.search(r"\(default:\s*\)", text)
+
+
 def test_doctor_checks_the_installation(ibot_eval: Run) -> None:
     done = ibot_eval("doctor", "--json")
     assert done.returncode == 0, done.stderr
@@ -170,7 +178,7 @@ def test_doctor_checks_the_installation(ibot_eval: Run) -> None:
     assert checks["torch"]["state"] == "ok"
     assert checks["knn"]["state"] == "ok"
     assert checks["cache"]["state"] == "ok"
-    assert "--backend auto uses torch" in checks["faiss"]["serves"]
+    assert "knn --backend faiss" in checks["faiss"]["serves"]
 
 
 def test_doctor_says_what_is_missing_for_what(ibot_eval: Run, tmp_path: Path) -> None:

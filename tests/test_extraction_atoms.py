@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from ibot_eval import reducers
@@ -59,13 +60,14 @@ def test_cls_attention_skips_cls_and_registers():
 def test_topk(patches):
     weights = torch.tensor([[0.1, 0.5, 0.2, 0.9, 0.0, 0.3], [1.0, 0.0, 0.0, 0.0, 0.0, 2.0]])
     flat = patches.numpy().reshape(2, 6, 5)
-    np.testing.assert_allclose(reducers.topk_mean(patches, weights, 1).numpy(), flat[[0, 1], [3, 5]], rtol=1e-6)
+    order = reducers.by_weight(weights)
+    np.testing.assert_allclose(reducers.leading_mean(patches, order, 1).numpy(), flat[[0, 1], [3, 5]], rtol=1e-6)
     expected = np.stack([flat[0, [3, 1, 5]].mean(0), flat[1, [5, 0, 1]].mean(0)])
-    np.testing.assert_allclose(reducers.topk_mean(patches, weights, 3).numpy(), expected, rtol=1e-5)
-    everything = reducers.topk_mean(patches, weights, 6).numpy()
+    np.testing.assert_allclose(reducers.leading_mean(patches, order, 3).numpy(), expected, rtol=1e-5)
+    everything = reducers.leading_mean(patches, order, 6).numpy()
     np.testing.assert_allclose(everything, flat.mean(1), rtol=1e-4, atol=1e-6)
-    with pytest.raises(ConfigError, match=r"topk:7 .* 3x2 = 6"):
-        reducers.topk_mean(patches, weights, 7)
+    with pytest.raises(ConfigError, match=r"7 patches .* 3x2 = 6"):
+        reducers.leading_mean(patches, order, 7)
 
 
 def test_head_argmax():
@@ -214,3 +216,23 @@ def test_a_narrow_block_has_no_final_norm():
     narrow = [FeatureRequest("train", 0, "final"), FeatureRequest("train", -1, "none")]
     with pytest.raises(ConfigError, match="cannot be normalised"):
         outputs(backbone, narrow)
+
+
+def test_a_bank_does_not_depend_on_what_else_is_asked_for() -> None:
+    net = VisionTransformer(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3).eval()
+    backbone = wrap(net, family="ibot")
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    atoms = [
+        Atom(2, "published", "cls"),
+        Atom(2, "none", "cls"),
+        Atom(2, "published", "patch_mean"),
+        Atom(1, "published", "cls"),
+        Atom(2, "none", "norm_patch_mean"),
+        Atom(2, "published", "topk:3"),
+        Atom(2, "none", "norm_topk:3"),
+    ]
+    with torch.no_grad():
+        together = atomic_outputs(backbone, None, images, atoms)
+        for atom in atoms:
+            alone = atomic_outputs(backbone, None, images, [atom])[atom]
+            assert torch.equal(together[atom], alone), atom

@@ -25,7 +25,10 @@ REQUIRED = {
     "matplotlib": "figures",
 }
 OPTIONAL = {
-    "faiss": ("--backend faiss; --backend auto uses torch, which is as exact and was faster", "faiss"),
+    "faiss": (
+        "k-means (scikit-learn without it), and knn --backend faiss, where torch was as exact and faster",
+        "faiss",
+    ),
     "datasets": ("--data hfds/NAME", "hfds"),
 }
 

@@ -31,7 +31,8 @@ class Extract:
     norm: Literal["published", "final", "none"] = "published"
     """Whether the network's last norm is applied to each block."""
     reducer: str = "cls"
-    """cls, patch_mean, norm_patch_mean, gem:P, topk:K, head_argmax or patches."""
+    """cls, patch_mean, norm_patch_mean, gem:P, topk:K, norm_topk:K, norm_bottomk:K, norm_randomk:K, head_argmax or
+    patches."""
     overwrite: bool = False
     """Replace the file if it exists."""
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)

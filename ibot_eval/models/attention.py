@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from ibot_eval.errors import ConfigError
 
 
-@contextmanager
-def captured_attention(attention: nn.Module) -> Iterator[list[Tensor]]:
-    """Makes one attention module keep its softmax weights while the context lasts.
+class _Enough(Exception):
+    """The map is there; the rest of the block need not run."""
 
-    The list that is yielded holds, after a pass, one tensor (B, heads, T, T). The fused kernel is switched off for
-    this module only, and back on however the context ends, so one block's map is all the memory it takes.
+
+def attention_of(block: nn.Module, tokens: Tensor, **arguments: Any) -> Tensor:
+    """Softmax weights of one Transformer block, (B, heads, T, T), for the tokens (B, T, D) that go into it.
+
+    The block is run up to its softmax, without its fused kernel, and no further. What it makes of the tokens is not
+    taken from here: the two ways differ in the last digits, and features must not depend on who else asks for a map.
+
+    Args:
+        arguments: what the block takes besides tokens.
 
     Raises:
-        ConfigError: the module is of a kind that does not form softmax weights.
+        ConfigError: the block's attention is of a kind that does not form softmax weights.
     """
+    attention: Any = block.attn
     dropout, fused = getattr(attention, "attn_drop", None), getattr(attention, "fused_attn", None)
     if not isinstance(dropout, nn.Module) or fused is None:
         raise ConfigError(
@@ -27,11 +33,19 @@ def captured_attention(attention: nn.Module) -> Iterator[list[Tensor]]:
             todo="choose a checkpoint with plain attention blocks",
         )
     kept: list[Tensor] = []
+
     # The dropout's input, not its output, so that rows sum to one in training mode too.
-    handle = dropout.register_forward_hook(lambda module, inputs, output: kept.append(inputs[0]))
-    setattr(attention, "fused_attn", False)  # noqa: B010 - nn.Module is typed to hold modules and tensors only
+    def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        kept.append(inputs[0])
+        raise _Enough
+
+    handle = dropout.register_forward_pre_hook(stop)
+    attention.fused_attn = False
     try:
-        yield kept
+        block(tokens, **arguments)
+    except _Enough:
+        pass
     finally:
-        setattr(attention, "fused_attn", fused)  # noqa: B010
+        attention.fused_attn = fused
         handle.remove()
+    return kept[0]

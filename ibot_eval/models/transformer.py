@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ibot_eval.backbone import Backbone, BlockOutput, Norm, Outputs
 from ibot_eval.errors import ConfigError
-from ibot_eval.models.attention import captured_attention
+from ibot_eval.models.attention import attention_of
 from ibot_eval.models.last_block import block_at, rows_of
 from ibot_eval.models.positions import Grid, ResizeRule, SizeCache, published_rule, resize_positions
 
@@ -93,15 +93,14 @@ class TransformerBackbone(Backbone):
 
         kept: dict[int, BlockOutput] = {}
         attention = None
-        with ExitStack() as stack:
-            stack.enter_context(self._at_size(grid))
-            if attended is not None:
-                attention = stack.enter_context(captured_attention(self.net.blocks[attended].attn))
+        with self._at_size(grid):
             for index in range(last + 1):
+                if index == attended:
+                    attention = attention_of(self.net.blocks[index], tokens, **arguments[index])
                 tokens = self.net.blocks[index](tokens, **arguments[index])
                 if index in wanted:
                     kept[index] = self._split(tokens if norm == "none" else self.final_norm(tokens), grid)
-        return Outputs(tuple(kept[index] for index in wanted), attention[0] if attention else None)
+        return Outputs(tuple(kept[index] for index in wanted), attention)
 
     def embed(self, images: Tensor) -> Tensor:
         features = self.net.patch_embed.proj(images)
