@@ -43,6 +43,24 @@ class Engine:
     progress: bool
 
 
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """The context of a forward pass in ``precision``."""
+    return torch.autocast(device.type, _DTYPES.get(precision), enabled=precision != "fp32")
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Modules in evaluation mode; afterwards every part of them is in its own mode again."""
+    training = [m for module in modules for m in module.modules() if m.training]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def make_shards(
     todo: Sequence[tuple[Shard, list[str]]],
     writers: Mapping[str, BankWriter],
@@ -124,15 +142,15 @@ def _results(
         pin_memory=cuda,
     )
     waiting = None
-    with _evaluating(loaded.backbone, loaded.projection_head, device):
+    modules = [m for m in (loaded.backbone, loaded.projection_head) if m is not None]
+    for module in modules:
+        module.to(device)
+    with evaluating(*modules):
         for batch, (_, keys) in zip(loader, batches, strict=True):
             outputs: dict[str, Tensor] = {}
             if len(batch.indices):
                 # Entered per batch: a generator would leave its caller in these modes.
-                with (
-                    torch.inference_mode(),
-                    torch.autocast(device.type, _DTYPES.get(engine.precision), enabled=engine.precision != "fp32"),
-                ):
+                with torch.inference_mode(), autocast(device, engine.precision):
                     images = engine.transform.normalize(batch.images.to(device, non_blocking=True))
                     values = atomic_outputs(
                         loaded.backbone,
@@ -187,20 +205,6 @@ def _check_finite(batch: _Batch, atoms: Mapping[str, Atom], split: ImageSplit, p
             if precision == "fp16"
             else "check the checkpoint's weights (`ibot-eval inspect`); patches are stored as float16, up to 65504",
         )
-
-
-@contextmanager
-def _evaluating(backbone: nn.Module, head: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """Both on the device and in evaluation mode; a module of the user's own is given back in its own mode."""
-    modules = [m for m in (backbone, head) if m is not None]
-    training = [m for module in modules for m in module.modules() if m.training]
-    try:
-        for module in modules:
-            module.to(device).eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _bar(total: int, done: int, name: str, shown: bool) -> tqdm[Any]:

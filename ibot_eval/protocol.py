@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ibot_eval.backbone import Backbone
+    from ibot_eval.checkpoint import LoadedCheckpoint
     from ibot_eval.data.splits import Data
     from ibot_eval.data.transforms import EvalTransform
     from ibot_eval.record import EvalRecord
@@ -97,6 +98,8 @@ class Session:
     """What evaluation images go through; for protocols that open images themselves, as are the next two."""
     engine: EngineSettings | None = None
     data_settings: DataSettings | None = None
+    loaded: LoadedCheckpoint | None = None
+    """All that the checkpoint holds, for protocols that train it on: its projection head, its classifier."""
 
 
 Config = TypeVar("Config")

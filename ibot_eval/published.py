@@ -32,19 +32,22 @@ def lookup(
     """``{"value", "source"}`` of the published number for this metric, or None when none is known.
 
     An entry that names parameters (k, head, image size) matches only a metric with those parameters; one that names
-    none belongs to the experiment's headline number and is shown there only.
+    none belongs to the experiment's headline number and is shown there only, unless another names its parameters.
     """
     if not (data and method and arch):
         return None
-    params = params or {}
+    params, found = params or {}, None
     for entry in entries():
         same = (entry["protocol"], entry["metric"], entry["data"], entry["method"], entry["arch"])
         if _folded(same) != _folded((protocol, metric, data, method, arch)):
             continue
         wanted = {**entry.get("params", {}), **{k: v for k, v in entry.items() if k not in _IDENTITY}}
-        if all(params.get(name) == value for name, value in wanted.items()) if wanted else headline:
-            return {"value": entry["value"], "source": entry["source"]}
-    return None
+        number = {"value": entry["value"], "source": entry["source"]}
+        if wanted and all(params.get(name) == value for name, value in wanted.items()):
+            return number
+        if not wanted and headline and found is None:
+            found = number
+    return found
 
 
 def _folded(names: tuple[str, ...]) -> tuple[str, ...]:

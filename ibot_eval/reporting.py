@@ -30,6 +30,9 @@ COLUMNS: tuple[str, ...] = (
     "source",
 )
 
+PER_CLASS = "per_class_top1"
+"""There may be thousands of these; the record has them, and tables only their range."""
+
 
 def run_table(record: EvalRecord, folder: Path) -> str:
     """What a run prints at its end: what was measured, every metric, and where the record lies."""
@@ -38,13 +41,24 @@ def run_table(record: EvalRecord, folder: Path) -> str:
         f"{record.protocol} of {network}",
         images,
         "",
-        tabulate(_metric_rows(record.metrics), headers="keys", disable_numparse=True),
+        tabulate(
+            _metric_rows([m for m in record.metrics if m["name"] != PER_CLASS]), headers="keys", disable_numparse=True
+        ),
         "",
+        *_per_class([m for m in record.metrics if m["name"] == PER_CLASS]),
         *(f"note: {note}" for note in record.checkpoint.get("notes", [])),
         *(f"warning: {warning}" for warning in record.warnings),
         f"record: {folder / 'record.json'}",
     ]
     return "\n".join(lines)
+
+
+def _per_class(metrics: Sequence[dict[str, Any]]) -> list[str]:
+    if not metrics:
+        return []
+    low, high = (pick(metrics, key=lambda m: m["value"]) for pick in (min, max))
+    ends = (f"{value_text(m)} % ({m['params'].get('class')})" for m in (low, high))
+    return [f"top-1 by class: {' to '.join(ends)}; the record has all {len(metrics)}", ""]
 
 
 def suite_table(records: Sequence[EvalRecord], folder: Path) -> str:

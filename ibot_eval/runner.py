@@ -190,6 +190,7 @@ def _fill(
         transform=transform,
         engine=settings.engine,
         data_settings=settings.data,
+        loaded=loaded,
     )
     if isinstance(protocol, FrozenProtocol):
         protocol.check({role: len(split) for role, split in data.splits.items()}, session)

@@ -14,7 +14,7 @@ import json
 import math
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -177,14 +177,13 @@ def _score(protocol: FrozenProtocol[Any], banks: Mapping[FeatureRequest, Feature
 
 
 def _documented(config_type: type) -> set[str]:
-    """Names of the fields, inherited ones included, that a docstring follows in the source."""
-    return {name for kind in config_type.__mro__[:-1] for name in _documented_in(kind)}
+    """Names of the fields that a docstring follows in the source, those of base classes included."""
+    return {name for kind in config_type.__mro__ if dataclasses.is_dataclass(kind) for name in _documented_in(kind)}
 
 
-def _documented_in(kind: type) -> set[str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+def _documented_in(config_type: type) -> Iterator[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_type)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    found = set()
     for statement, following in itertools.pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)
@@ -194,5 +193,4 @@ def _documented_in(kind: type) -> set[str]:
             and isinstance(following.value.value, str)
             and following.value.value.strip()
         ):
-            found.add(statement.target.id)
-    return found
+            yield statement.target.id

@@ -6,23 +6,21 @@ run was resumed from, or on how many ranks share the batch.
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from ibot_eval.data.loading import explain_worker_death, stop_workers
+from ibot_eval.data.epochs import EpochOrder, steps_per_epoch, stream_batches
 from ibot_eval.data.splits import ImageSplit
-from ibot_eval.errors import ConfigError, UserError
+from ibot_eval.errors import UserError
 from pretrain.augment import Augmentation
 from pretrain.device_augment import Changes, apply
 from pretrain.masking import Masked, Masking, masked_positions
-from pretrain.samples import ORDER, Arrays, Key, MaskCrops, Samples, collate
+from pretrain.samples import Arrays, MaskCrops, Samples, collate
 
 # Lists of masked tokens are padded to multiples of this: little work for nothing even in small batches.
 _MASKED_MULTIPLE = 16
@@ -74,24 +72,6 @@ class CropBatch:
         return CropBatch(**{f.name: mapped(getattr(self, f.name)) for f in fields(self)})
 
 
-def steps_per_epoch(images: int, batch_size: int, world_size: int) -> int:
-    """Full batches of all ranks in one pass; what is left over sits this epoch out.
-
-    Raises:
-        ConfigError: fewer images than one batch of all ranks.
-    """
-    steps = images // (batch_size * world_size)
-    if steps == 0:
-        each = f"{batch_size} images" + (f" on each of {world_size} processes" if world_size > 1 else "")
-        raise ConfigError(
-            f"the training split has {images} images, fewer than one batch of {each}",
-            todo=f"use --batch-size {images // world_size} or less"
-            if images >= world_size
-            else "give more images, or start fewer processes",
-        )
-    return steps
-
-
 def crop_loader(
     split: ImageSplit,
     augmentation: Augmentation,
@@ -141,18 +121,8 @@ def crop_loader(
     """
     steps = accumulate * steps_per_epoch(len(split), batch_size * accumulate, world_size)
     samples = Samples(split, augmentation, masking, mask_crops, mask_cell, seed, skip=bad_images == "skip")
-    order = _Order(len(split), steps, batch_size, seed, range(start_step, epochs * steps), rank, world_size)
-    loader = DataLoader(
-        samples,
-        batch_sampler=order,  # pyright: ignore[reportArgumentType]
-        num_workers=min(workers, len(order)),
-        collate_fn=_pack,
-        worker_init_fn=_outlast_signals,
-        # Without a generator of its own the loader draws from the global one and changes what follows.
-        generator=torch.Generator(),
-        pin_memory=pin_memory and torch.cuda.is_available(),
-    )
-    return _batches(loader)
+    order = EpochOrder(len(split), steps, batch_size, seed, range(start_step, epochs * steps), rank, world_size)
+    return stream_batches(samples, order, _pack, workers=workers, pin_memory=pin_memory)
 
 
 def finish(batch: CropBatch, augmentation: Augmentation) -> tuple[Tensor, Tensor | None]:
@@ -174,47 +144,6 @@ def finish(batch: CropBatch, augmentation: Augmentation) -> tuple[Tensor, Tensor
         return images, apply(batch.locals.flatten(0, 1), batch.local_changes, augmentation)
 
 
-class _Order:
-    """Keys of one rank's batches."""
-
-    def __init__(
-        self, images: int, steps: int, batch_size: int, seed: int, remaining: range, rank: int, world_size: int
-    ) -> None:
-        self.images, self.steps, self.batch_size, self.seed = images, steps, batch_size, seed
-        self.remaining, self.rank, self.world_size = remaining, rank, world_size
-
-    def __len__(self) -> int:
-        return len(self.remaining)
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        epoch, order = -1, np.empty(0, np.int64)
-        for step in self.remaining:
-            if step // self.steps != epoch:
-                epoch = step // self.steps
-                order = np.random.default_rng((ORDER, self.seed, epoch)).permutation(self.images)
-            start = (step % self.steps * self.world_size + self.rank) * self.batch_size
-            yield [(epoch, int(index)) for index in order[start : start + self.batch_size]]
-
-
-def _outlast_signals(_: int) -> None:
-    # Terminals and schedulers send these to all processes of a run. The main one decides what follows, and to save its
-    # state it needs the workers, whose death is an error; they end with it, whatever ends it.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _batches(loader: DataLoader[Any]) -> Generator[CropBatch, None, None]:
-    stream = iter(loader)
-    try:
-        with explain_worker_death():
-            for item in stream:
-                if isinstance(item, UserError):
-                    raise item
-                yield item.unpack() if isinstance(item, _Packed) else item
-    finally:
-        stop_workers(stream)
-
-
 @dataclass(frozen=True)
 class _Packed:
     """A batch as it comes through the pipe, of which nothing is a tensor."""
@@ -222,7 +151,6 @@ class _Packed:
     arrays: Arrays
 
     def pin_memory(self) -> CropBatch:
-        """Called by torch where memory is pinned, in a thread of its own, so that the loop does not wait for it."""
         return self.unpack().pin()
 
     def unpack(self) -> CropBatch:

@@ -5,28 +5,19 @@ Everything about a sample is drawn from (seed, epoch, sample, crop), so nothing 
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
-from PIL import Image
 from torch.utils.data import Dataset
 
+from ibot_eval.data.epochs import MASKS, SAMPLE, Key, load_or_replace
 from ibot_eval.data.splits import ImageSplit
-from ibot_eval.errors import BadImage, ConfigError, DataError, UserError
+from ibot_eval.errors import ConfigError, UserError
 from pretrain.augment import Augmentation, crop
 from pretrain.masking import Masking
 
 MaskCrops = Literal["global", "one-global", "all"]
-
-# First numbers of the seeds, which keep the kinds of randomness apart.
-ORDER, _CROPS, _MASKS, _REPLACEMENTS = range(4)
-
-_REPLACEMENT_ATTEMPTS = 100
-
-Key = tuple[int, int]
-"""Epoch, index into the split."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +66,11 @@ class Samples(Dataset[Arrays | UserError]):
     def __getitem__(self, key: Key) -> Arrays | UserError:
         epoch, asked = key
         try:
-            image, index = self._load(epoch, asked)
+            image, index = load_or_replace(self.split, key, self.seed, self.skip)
         except UserError as error:
             return error
         a = self.augmentation
-        cropped = crop(image, a, [self._rng(_CROPS, epoch, asked, i) for i in range(a.crops)])
+        cropped = crop(image, a, [self._rng(SAMPLE, epoch, asked, i) for i in range(a.crops)])
         return Arrays(
             cropped.globals,
             cropped.locals,
@@ -93,27 +84,11 @@ class Samples(Dataset[Arrays | UserError]):
             np.array(index != asked),
         )
 
-    def _load(self, epoch: int, asked: int) -> tuple[Image.Image, int]:
-        try:
-            return self.split.load(asked), asked
-        except BadImage:
-            if not self.skip:
-                raise
-        others = self._rng(_REPLACEMENTS, epoch, asked)
-        for _ in range(_REPLACEMENT_ATTEMPTS):
-            index = int(others.integers(len(self.split)))
-            with contextlib.suppress(BadImage):
-                return self.split.load(index), index
-        raise DataError(
-            f"of {_REPLACEMENT_ATTEMPTS} images drawn to replace {self.split.image_ids[asked]!r}, none can be decoded",
-            todo="look at the data set: most of its files seem to be damaged",
-        )
-
     def _masks(self, epoch: int, asked: int, crops: range, masked: int, grid: tuple[int, int]) -> np.ndarray:
         masks = np.zeros((len(crops), *grid), bool)
         if self.masking is not None:
             for place, i in enumerate(crops[:masked]):
-                masks[place] = self.masking.sample(self._rng(_MASKS, epoch, asked, i), grid, epoch)
+                masks[place] = self.masking.sample(self._rng(MASKS, epoch, asked, i), grid, epoch)
         return masks
 
     def _rng(self, kind: int, *numbers: int) -> np.random.Generator:

@@ -21,7 +21,7 @@ from ibot_eval.data.loading import explain_worker_death
 from ibot_eval.data.splits import ImageSplit
 from ibot_eval.errors import BadImage, ConfigError, DataError
 from pretrain.augment import Augmentation
-from pretrain.loader import CropBatch, _pack, crop_loader, finish, steps_per_epoch
+from pretrain.loader import CropBatch, _pack, crop_loader, finish
 from pretrain.masking import Masking, masked_positions
 from pretrain.samples import Samples
 
@@ -319,20 +319,6 @@ def test_leaving_early_stops_the_workers(split: FolderSplit) -> None:
     assert len(ours) == 2
     loader.close()
     assert not ours & set(multiprocessing.active_children())
-
-
-def test_steps_per_epoch() -> None:
-    assert steps_per_epoch(10, 4, 1) == 2
-    assert steps_per_epoch(10, 2, 2) == 2
-    assert steps_per_epoch(10, 5, 2) == 1
-    with pytest.raises(
-        ConfigError, match=r"(?s)10 images, fewer than one batch of 11 images\n.*--batch-size 10 or less"
-    ):
-        steps_per_epoch(10, 11, 1)
-    with pytest.raises(ConfigError, match=r"(?s)on each of 3 processes.*--batch-size 3 or less"):
-        steps_per_epoch(10, 4, 3)
-    with pytest.raises(ConfigError, match="fewer processes"):
-        steps_per_epoch(2, 1, 4)
 
 
 def test_what_is_wrong_is_said_at_once(split: FolderSplit) -> None:

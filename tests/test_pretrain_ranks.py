@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from ibot_eval.data.epochs import ORDER
 from ibot_eval.record import EvalRecord
 from ibot_eval.training.logs import read_log
-from pretrain.samples import ORDER
 from tests import images
 from tests.interrupting import KILLED_IN, RUN, STEPS, assert_same_end, comparable, run_killed
 from tests.pretraining import FLAGS, run

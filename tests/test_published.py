@@ -40,6 +40,11 @@ def test_a_number_with_parameters_belongs_to_them() -> None:
     at_512 = lookup("finetune", "top1", **large, params={"image_size": 512})
     assert at_512 is not None
     assert at_512["value"] == 87.8
+    # Also where there is an entry without parameters, which stands first.
+    headline = {
+        size: lookup("finetune", "top1", **large, params={"image_size": size}, headline=True) for size in (224, 384)
+    }
+    assert {size: found and found["value"] for size, found in headline.items()} == {224: 86.6, 384: 87.5}
 
 
 def test_methods_that_checkpoints_tell_are_spelt_as_published() -> None:

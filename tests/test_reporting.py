@@ -52,6 +52,16 @@ def test_a_run_prints_every_metric_once() -> None:
     assert text.endswith("record: runs/knn-a/record.json")
 
 
+def test_a_run_of_many_classes_prints_their_range() -> None:
+    of_classes = [
+        metric(0, value, name="per_class_top1", params={"class": name}, interval=None)
+        for name, value in (("cat", 50.0), ("dog", 12.5), ("cow", 75.0))
+    ]
+    text = run_table(record(metrics=[*record().metrics, *of_classes]), Path("runs/knn-a"))
+    assert "top-1 by class: 12.50 % (dog) to 75.00 % (cow); the record has all 3" in text
+    assert "cat" not in text
+
+
 def test_the_table_has_a_line_a_run_with_the_published_number() -> None:
     text = records_table([record(), FAILED])
     first, second = text.splitlines()[2:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +36,7 @@ def image_loader(
     *,
     bad_images: Literal["stop", "skip"] = "stop",
     pin_memory: bool = False,
+    outlast: bool = False,
 ) -> Generator[LoadedBatch, None, None]:
     """One :class:`LoadedBatch` per element of ``batches``, in their order.
 
@@ -45,6 +47,7 @@ def image_loader(
         workers: decoding processes, each of one thread, two batches ahead; 0 decodes here.
         bad_images: 'stop' raises at the first image that cannot be decoded, 'skip' lists it in the batch.
         pin_memory: page-locked memory, for faster copies to a GPU; ignored without one.
+        outlast: whether workers go on when they are sent SIGINT or SIGTERM: see :func:`outlast_signals`.
 
     Raises:
         BadImage: with 'stop'; raised in this process and names the file.
@@ -56,6 +59,7 @@ def image_loader(
         batch_sampler=[list(map(int, batch)) for batch in batches],
         num_workers=workers,
         collate_fn=_collate,
+        worker_init_fn=outlast_signals if outlast else None,
         # Without a generator of its own the loader draws from the global one and changes what follows.
         generator=torch.Generator(),
     )
@@ -84,6 +88,16 @@ def stop_workers(stream: Iterator[Any]) -> None:
     if stop is not None:
         with contextlib.suppress(RuntimeError):
             stop()
+
+
+def outlast_signals(_: int) -> None:
+    """For the ``worker_init_fn`` of a loader in a loop that ends its step and saves before it stops.
+
+    Terminals and schedulers send these signals to all processes of a run. The main one decides what follows, and to
+    save its state it needs the workers, whose death is an error; they end with it, whatever ends it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 _Item = tuple[int, Tensor | None, UserError | None]

@@ -47,11 +47,7 @@ class EvalTransform:
 
     def normalize(self, batch_uint8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 on any device -> float32 on the same device: (x / 255 - mean) / std."""
-        mean, std = (
-            torch.tensor(values, dtype=torch.float32, device=batch_uint8.device).view(3, 1, 1)
-            for values in (self.mean, self.std)
-        )
-        return batch_uint8.to(torch.float32).div_(255).sub_(mean).div_(std)
+        return normalised(batch_uint8, self.mean, self.std)
 
     def describe(self) -> dict[str, Any]:
         """JSON-ready; part of the key of feature banks."""
@@ -63,6 +59,14 @@ class EvalTransform:
             "mean": list(self.mean),
             "std": list(self.std),
         }
+
+
+def normalised(batch: Tensor, mean: Triple, std: Triple) -> Tensor:
+    """(B, 3, H, W) uint8 on any device -> float32 on the same device: (x / 255 - mean) / std."""
+    shift, scale = (
+        torch.tensor(values, dtype=torch.float32, device=batch.device).view(3, 1, 1) for values in (mean, std)
+    )
+    return batch.to(torch.float32).div_(255).sub_(shift).div_(scale)
 
 
 def eval_transform(settings: DataSettings, backbone: Backbone) -> EvalTransform:

@@ -20,7 +20,7 @@ from torchvision.transforms import functional as F
 from ibot_eval import distributed
 from ibot_eval.data.random_crops import RandomCrops
 from ibot_eval.data.splits import ImageSplit, few
-from ibot_eval.errors import CheckpointError, ConfigError, DataError
+from ibot_eval.errors import DataError
 from ibot_eval.probes.frozen_network import FrozenNetwork, check_labels
 from ibot_eval.probes.holdout import hold_out
 from ibot_eval.probes.labelled import Labelled
@@ -28,7 +28,7 @@ from ibot_eval.probes.linear_probe import ProbeResult, ProbeSettings, classify, 
 from ibot_eval.probes.selection import Selection
 from ibot_eval.probes.sweep import Sweep
 from ibot_eval.training.checkpoints import TrainingCheckpoints
-from ibot_eval.training.resuming import compare_settings
+from ibot_eval.training.resuming import check_same_on_ranks, state_to_go_on_from
 from ibot_eval.training.schedules import cosine
 
 FORMAT = 1
@@ -70,10 +70,10 @@ def train_augmented_probe(
         CheckpointError: a state that cannot be read or written.
     """
     device, size = network.device, network.transform.crop
-    _check_same(identity)
+    check_same_on_ranks(identity)
     check_labels(train, "train")
     check_labels(test, "test")
-    found = _found(states, identity)
+    found = state_to_go_on_from(states, FORMAT, identity)
 
     held, classes = hold_out(train.labels, settings.hold_out, seed), np.unique(train.labels)
     on_test = network.labelled(test, np.arange(len(test)), "test")
@@ -165,35 +165,6 @@ def train_augmented_probe(
     result.warnings += _left_out("train", [train.image_ids[i] for i in sorted(unreadable)])
     result.warnings += _left_out("test", [name for name in test.image_ids if name not in read])
     return result, on_test
-
-
-def _check_same(identity: Mapping[str, Any]) -> None:
-    """Raises ConfigError on every rank unless all are about to do the same."""
-    views = distributed.gather_objects(dict(identity))
-    for other, view in enumerate(views):
-        differing = sorted(name for name in views[0].keys() | view.keys() if views[0].get(name) != view.get(name))
-        if differing:
-            raise ConfigError(
-                f"rank {other} differs from rank 0 in {', '.join(differing)}, so they cannot train together",
-                todo="give all ranks the same settings and files; where each machine has its own copy of the images, "
-                "use --fingerprint content, which does not look at the files' times",
-            )
-
-
-def _found(states: TrainingCheckpoints, identity: Mapping[str, Any]) -> tuple[int, dict[str, Any]] | None:
-    """The newest training state, if there is one and it may be gone on with."""
-    found = states.latest()
-    if found is None:
-        return None
-    step, state = found
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"the training state has format {state.get('format')}, and this version of ibot-eval reads {FORMAT}",
-            where=str(states.path(step)),
-            todo="go on with the version that wrote it, or start a new run",
-        )
-    compare_settings(state["identity"], identity)
-    return found
 
 
 def _check_finite(features: Tensor, rows: np.ndarray, split: ImageSplit) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from typing import Any, Literal
 
 import numpy as np
@@ -22,10 +22,8 @@ from ibot_eval.data.splits import ImageSplit
 from ibot_eval.data.transforms import EvalTransform
 from ibot_eval.errors import ConfigError
 from ibot_eval.features import FeatureBank, FeatureRequest
-from ibot_eval.image_pass import Precision
+from ibot_eval.image_pass import Precision, autocast, evaluating
 from ibot_eval.probes.labelled import Labelled, labelled
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FrozenNetwork:
@@ -69,16 +67,9 @@ class FrozenNetwork:
         self.atoms = [resolve(request, backbone, None) for request in requests]
         self.width = sum(backbone.dims[atom.block] for atom in self.atoms)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """The backbone in evaluation mode; a module of the user's own is given back in its own mode."""
-        training = [module for module in self.backbone.modules() if module.training]
-        self.backbone.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+        return evaluating(self.backbone)
 
     def loader(
         self, split: ImageSplit, transform: Callable[[Image.Image], Tensor], batches: Sequence[np.ndarray]
@@ -165,10 +156,7 @@ class FrozenNetwork:
 
     def _forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32."""
-        with (
-            torch.inference_mode(),
-            torch.autocast(self.device.type, _DTYPES.get(self.precision), enabled=self.precision != "fp32"),
-        ):
+        with torch.inference_mode(), autocast(self.device, self.precision):
             normalised = self.transform.normalize(images.to(self.device, non_blocking=True))
             outputs = atomic_outputs(self.backbone, None, normalised, self.atoms)
             return torch.cat([outputs[atom] for atom in self.atoms], dim=1)

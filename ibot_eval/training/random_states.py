@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,29 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
+
+
+@contextmanager
+def drawing_from(*numbers: int) -> Iterator[None]:
+    """What the block draws from the global generators of Python, NumPy and torch (CPU) depends on ``numbers`` alone.
+
+    For libraries that take no generator of their own. The generators are put back afterwards.
+
+    Args:
+        numbers: at least 0. Neighbours do not give related draws.
+    """
+    python, legacy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    words = np.random.SeedSequence(numbers).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    # torch.manual_seed would start the generators of all devices anew.
+    torch.default_generator.manual_seed(int(words[2]))
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_rng_state(cpu)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

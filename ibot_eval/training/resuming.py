@@ -1,4 +1,4 @@
-"""Whether a run may go on with the settings that it is given now."""
+"""Whether a run may go on: with the settings that it is given now, and on these ranks together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,56 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from ibot_eval.errors import ConfigError
+from ibot_eval import distributed
+from ibot_eval.errors import CheckpointError, ConfigError
+from ibot_eval.training.checkpoints import TrainingCheckpoints
 
 _ABSENT = object()
+
+
+def check_same_on_ranks(identity: Mapping[str, Any]) -> None:
+    """Raises ConfigError on every rank unless all are about to do the same work. A collective.
+
+    Args:
+        identity: JSON-like: what the work depends on.
+    """
+    views = distributed.gather_objects(dict(identity))
+    for other, view in enumerate(views):
+        differing = sorted(name for name in views[0].keys() | view.keys() if views[0].get(name) != view.get(name))
+        if differing:
+            raise ConfigError(
+                f"rank {other} differs from rank 0 in {', '.join(differing)}, so they cannot train together",
+                todo="give all ranks the same settings and files; where each machine has its own copy of the images, "
+                "use --fingerprint content, which does not look at the files' times",
+            )
+
+
+def state_to_go_on_from(
+    states: TrainingCheckpoints, written_as: int, identity: Mapping[str, Any]
+) -> tuple[int, dict[str, Any]] | None:
+    """(steps done, state) of the newest training state, or None where there is none. A collective.
+
+    Args:
+        states: with ``format`` and ``identity`` in each.
+        written_as: the format that can be read.
+        identity: JSON-like: what the run must have in common with its beginning.
+
+    Raises:
+        CheckpointError: a state of another format, or one that cannot be read.
+        ConfigError: a run that was begun with another identity.
+    """
+    found = states.latest()
+    if found is None:
+        return None
+    step, state = found
+    if state.get("format") != written_as:
+        raise CheckpointError(
+            f"the training state has format {state.get('format')}, and this version of ibot-eval reads {written_as}",
+            where=str(states.path(step)),
+            todo="go on with the version that wrote it, or start a new run",
+        )
+    compare_settings(state["identity"], identity)
+    return found
 
 
 def compare_settings(saved: Mapping[str, Any], now: Mapping[str, Any], may_differ: Collection[str] = ()) -> None:
