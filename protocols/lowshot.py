@@ -199,6 +199,9 @@ class LowShot(FrozenProtocol[LowShotConfig]):
             for at, value in published:
                 axes.plot(at, value, "x", color=colour, label=f"{label}, published {value:g}")
         axes.set_xscale("log")
+        ticks = sorted({m["params"]["n_train"] / record.data["classes"] for record in records for m in record.metrics})
+        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+        axes.minorticks_off()
         title = f"low-shot, {records[0].run}" if len(records) == 1 else "low-shot"
         axes.set(xlabel="labelled images per class", ylabel="top-1 (%), shaded: 95 % interval", title=title)
         figure.legend(loc="outside lower center", fontsize="small")

@@ -407,6 +407,7 @@ def test_figure_and_headline():
     assert np.asarray(knn.get_xydata()).tolist() == [[1, 45], [12, 65]]
     assert np.asarray(published_mark.get_xydata()).tolist() == [[12, 62.5]]
     figure.canvas.draw()
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["1", "12"]
     both = LowShot.figures(record, _record(params, "s", classes=10))["accuracy_by_labels"]
     assert [line.get_label() for line in both.axes[0].lines] == [
         "linear, r", "linear, r, published 62.5", "knn, r", "linear, s", "knn, s"
