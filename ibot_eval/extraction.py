@@ -55,6 +55,13 @@ class ExtractionStats:
     """GB, of the rank that took most (see ``provenance.peak_memory``)."""
 
 
+def check_loading(batch_size: int, workers: int | None) -> None:
+    """Raises ConfigError for batches of no images, or fewer than no loading processes."""
+    if batch_size < 1 or (workers is not None and workers < 0):
+        given = f"--batch-size {batch_size}" if batch_size < 1 else f"--workers {workers}"
+        raise ConfigError(f"{given}: at least 1 image a batch and 0 workers are needed")
+
+
 def default_workers(device: torch.device) -> int:
     """Data-loading processes per process: the cores that are this process's share, at most 8; 1 on the CPU.
 
@@ -101,9 +108,7 @@ def extract_banks(
         DataError: an unreadable image with bad_images "stop" (BadImage), or features that are not finite.
         CacheError: a full disk, or a bank that does not match its manifest.
     """
-    if batch_size < 1 or (workers is not None and workers < 0):
-        given = f"--batch-size {batch_size}" if batch_size < 1 else f"--workers {workers}"
-        raise ConfigError(f"{given}: at least 1 image a batch and 0 workers are needed")
+    check_loading(batch_size, workers)
     begin = time.perf_counter()
     workers = default_workers(device) if workers is None else workers
     engine = Engine(loaded, transform, device, precision, batch_size, workers, bad_images, progress)

@@ -122,6 +122,25 @@ class FakeSplit(ImageSplit):
         raise NotImplementedError
 
 
+class Suicidal(ImageSplit):
+    """Image 5 ends the process that loads it, the hard way."""
+
+    def __init__(self, n: int) -> None:
+        self.name, self.labels = "suicidal", np.zeros(n, np.int64)
+        self.image_ids = [str(i) for i in range(n)]
+
+    def load(self, i: int) -> Image.Image:
+        if i == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Image.new("RGB", (40, 40))
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> ImageSplit:
+        raise NotImplementedError
+
+    def _fingerprint(self) -> str:
+        return ""
+
+
 def fake_loaded(backbone: Backbone | None = None, head: nn.Module | None = None, sha256: str = "a" * 64) -> Any:
     """What ``load_checkpoint`` would give."""
     report = SimpleNamespace(sha256=sha256, key="teacher", overrides={}, identity={}, reference="fake.pth")

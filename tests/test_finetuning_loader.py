@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
@@ -25,6 +24,7 @@ from ibot_eval.errors import BadImage, ConfigError, DataError
 from ibot_eval.finetuning.augmentation import TrainTransform
 from ibot_eval.finetuning.loader import Batch, _pack, _Samples, finish, fitted_batch_size, training_loader
 from tests import images
+from tests.fakes import Suicidal
 
 TRANSFORM = TrainTransform(24, erasing=0.5)
 N = 10
@@ -221,28 +221,9 @@ def test_skip_gives_up_when_nothing_can_be_decoded(split: FolderSplit) -> None:
         load(split, bad_images="skip")
 
 
-class Suicidal(ImageSplit):
-    """Image 5 ends the process that loads it, the hard way."""
-
-    def __init__(self) -> None:
-        self.name, self.labels = "suicidal", np.zeros(N, np.int64)
-        self.image_ids = [str(i) for i in range(N)]
-
-    def load(self, i: int) -> Image.Image:
-        if i == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return Image.new("RGB", (40, 40))
-
-    def take(self, indices: Sequence[int] | np.ndarray) -> Suicidal:
-        raise NotImplementedError
-
-    def _fingerprint(self) -> str:
-        return ""
-
-
 def test_a_killed_worker_is_explained() -> None:
     with pytest.raises(DataError, match=r"(?s)process was killed.*memory.*--workers 1"), explain_worker_death():
-        load(Suicidal(), workers=1, batch_size=5)
+        load(Suicidal(N), workers=1, batch_size=5)
 
 
 def test_workers_outlast_the_signals_that_ask_a_run_to_stop(split: FolderSplit) -> None:

@@ -24,6 +24,7 @@ from pretrain.augment import Augmentation
 from pretrain.loader import CropBatch, _pack, crop_loader, finish
 from pretrain.masking import Masking, masked_positions
 from pretrain.samples import Samples
+from tests.fakes import Suicidal
 
 from . import images
 
@@ -258,28 +259,9 @@ def test_unreadable_files_stop_even_with_skip(split: FolderSplit, monkeypatch: p
         _load(split, bad_images="skip")
 
 
-class Suicidal(ImageSplit):
-    """Image 5 ends the process that loads it, the hard way."""
-
-    def __init__(self) -> None:
-        self.name, self.labels = "suicidal", np.zeros(N, np.int64)
-        self.image_ids = [str(i) for i in range(N)]
-
-    def load(self, i: int) -> Image.Image:
-        if i == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return Image.new("RGB", (40, 40))
-
-    def take(self, indices: Sequence[int] | np.ndarray) -> Suicidal:
-        raise NotImplementedError
-
-    def _fingerprint(self) -> str:
-        return ""
-
-
 def test_a_killed_worker_is_explained() -> None:
     with pytest.raises(DataError, match=r"(?s)process was killed.*memory.*--workers 1"), explain_worker_death():
-        _load(Suicidal(), workers=1, batch_size=5)
+        _load(Suicidal(N), workers=1, batch_size=5)
     child = multiprocessing.get_context("fork").Process(target=int)
     child.start()
     child.join()  # the end of another process does not bring the error back

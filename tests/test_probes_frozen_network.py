@@ -14,7 +14,8 @@ from ibot_eval.cache import BankCache
 from ibot_eval.errors import ConfigError, DataError
 from ibot_eval.extraction import extract_banks
 from ibot_eval.features import FeatureRequest, compose
-from ibot_eval.probes.frozen_network import FrozenNetwork, check_labels
+from ibot_eval.probes.frozen_network import FrozenNetwork
+from ibot_eval.probes.labelled import require_labels
 from tests.fakes import TRANSFORM, FakeBackbone, FakeSplit, fake_images, fake_loaded
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="block 3"):
         FrozenNetwork(FakeBackbone(), [FeatureRequest("train", 3)], TRANSFORM, device=CPU)
     with pytest.raises(DataError, match="no images"):
-        check_labels(FakeSplit(0), "test")
+        require_labels(FakeSplit(0).labels, FakeSplit(0).image_ids, "test", "linear probing")
     network = FrozenNetwork(FakeBackbone().eval(), REQUESTS, TRANSFORM, device=CPU, bad_images="skip")
     with pytest.raises(DataError, match="no images"):
         network.labelled(FakeSplit(2, bad=(0, 1)), np.arange(2), "test")

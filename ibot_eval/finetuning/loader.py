@@ -6,7 +6,7 @@ was resumed from, or on how many ranks share the batch.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -41,23 +41,15 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same on a device."""
-        return replace(
-            self,
-            images=self.images.to(device, non_blocking=non_blocking),
-            noise=self.noise.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            indices=self.indices.to(device, non_blocking=non_blocking),
-        )
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin(self) -> Batch:
         """The same in page-locked memory."""
-        return replace(
-            self,
-            images=self.images.pin_memory(),
-            noise=self.noise.pin_memory(),
-            labels=self.labels.pin_memory(),
-            indices=self.indices.pin_memory(),
-        )
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        names = ("images", "noise", "labels", "indices")
+        return replace(self, **{name: function(getattr(self, name)) for name in names})
 
 
 def fitted_batch_size(images: int, batch_size: int, accumulate: int, world_size: int) -> int:

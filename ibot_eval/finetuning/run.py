@@ -15,7 +15,7 @@ from ibot_eval import distributed
 from ibot_eval.backbone import Backbone
 from ibot_eval.data.splits import ImageSplit, few
 from ibot_eval.data.transforms import EvalTransform
-from ibot_eval.errors import ConfigError, DataError
+from ibot_eval.errors import ConfigError
 from ibot_eval.extraction import default_workers
 from ibot_eval.finetuning.augmentation import TrainTransform
 from ibot_eval.finetuning.config import MAY_CHANGE, FinetuneConfig
@@ -27,7 +27,7 @@ from ibot_eval.finetuning.plan import make_plan
 from ibot_eval.finetuning.saving import save_classifier
 from ibot_eval.finetuning.train import train
 from ibot_eval.probes.holdout import hold_out
-from ibot_eval.probes.labelled import unknown_classes
+from ibot_eval.probes.labelled import require_labels, unknown_classes
 from ibot_eval.protocol import Artifact, Event, Predictions, Session, Warning
 from ibot_eval.recording import say
 from ibot_eval.training.checkpoints import TrainingCheckpoints
@@ -79,7 +79,7 @@ def finetune(
         raise TypeError(f"{protocol} opens images and trains a network, and the session has none")
     _check_precision(engine.precision, session.device)
     for role, split in (("train", train_split), ("test", test_split)):
-        _check_labels(split, role)
+        require_labels(split.labels, split.image_ids, role, "fine-tuning")
 
     images = _images(config, session, transform, train_split, test_split)
     plan = make_plan(config, len(images.train), distributed.world_size())
@@ -216,18 +216,6 @@ def _check_precision(precision: str, device: torch.device) -> None:
         raise ConfigError("training in fp16 overflows", todo="--precision bf16, or fp32")
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ConfigError("this GPU has no bfloat16", todo="--precision fp32")
-
-
-def _check_labels(split: ImageSplit, role: str) -> None:
-    if not len(split):
-        raise DataError(f"the {role} split has no images")
-    unlabelled = np.flatnonzero(split.labels < 0)
-    if len(unlabelled):
-        raise DataError(
-            f"{len(unlabelled)} of {len(split)} images of the {role} split have no label, the first being "
-            f"{split.image_ids[int(unlabelled[0])]}",
-            todo="fine-tuning needs labels: sort the images into class folders, or give --test-labels",
-        )
 
 
 def _metadata(

@@ -21,10 +21,10 @@ from ibot_eval import distributed
 from ibot_eval.data.random_crops import RandomCrops
 from ibot_eval.data.splits import ImageSplit, few
 from ibot_eval.errors import DataError
-from ibot_eval.probes.frozen_network import FrozenNetwork, check_labels
+from ibot_eval.probes.frozen_network import FrozenNetwork
 from ibot_eval.probes.holdout import hold_out
-from ibot_eval.probes.labelled import Labelled
-from ibot_eval.probes.linear_probe import ProbeResult, ProbeSettings, classify, selection_warnings
+from ibot_eval.probes.labelled import Labelled, require_labels
+from ibot_eval.probes.linear_probe import ProbeResult, ProbeSettings, reported
 from ibot_eval.probes.selection import Selection
 from ibot_eval.probes.sweep import Sweep
 from ibot_eval.training.checkpoints import TrainingCheckpoints
@@ -71,8 +71,8 @@ def train_augmented_probe(
     """
     device, size = network.device, network.transform.crop
     check_same_on_ranks(identity)
-    check_labels(train, "train")
-    check_labels(test, "test")
+    for role, split in (("train", train), ("test", test)):
+        require_labels(split.labels, split.image_ids, role, "linear probing")
     found = state_to_go_on_from(states, FORMAT, identity)
 
     held, classes = hold_out(train.labels, settings.hold_out, seed), np.unique(train.labels)
@@ -142,24 +142,7 @@ def train_augmented_probe(
                         saved = time.monotonic()
                     bar.set_postfix(epoch=f"{epoch}/{settings.epochs}", refresh=False)
 
-    chosen = selection.result()
-    predicted, in_top5 = classify(chosen.weight, chosen.bias, on_test, classes, device)
-    result = ProbeResult(
-        predicted=predicted,
-        in_top5=in_top5,
-        setting=chosen.setting,
-        epoch=chosen.epoch,
-        held_out_top1=chosen.held_out_top1,
-        best_on_test=chosen.best_on_test,
-        best_on_test_setting=chosen.best_on_test_setting,
-        best_on_test_epoch=chosen.best_on_test_epoch,
-        weight=chosen.weight,
-        bias=chosen.bias,
-        classes=classes,
-        table=chosen.table,
-        batch=batch,
-        warnings=selection_warnings(chosen, classes, settings.hold_out),
-    )
+    result = reported(selection, on_test, classes, settings, batch, device)
     read = set(on_test.image_ids)
     # Every rank knows the same, since features() gathers which images can be decoded.
     result.warnings += _left_out("train", [train.image_ids[i] for i in sorted(unreadable)])

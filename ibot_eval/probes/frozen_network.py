@@ -20,7 +20,7 @@ from ibot_eval.backbone import Backbone
 from ibot_eval.data.loading import LoadedBatch, image_loader
 from ibot_eval.data.splits import ImageSplit
 from ibot_eval.data.transforms import EvalTransform
-from ibot_eval.errors import ConfigError
+from ibot_eval.extraction import check_loading
 from ibot_eval.features import FeatureBank, FeatureRequest
 from ibot_eval.image_pass import Precision, autocast, evaluating
 from ibot_eval.probes.labelled import Labelled, labelled
@@ -57,9 +57,7 @@ class FrozenNetwork:
         bad_images: Literal["stop", "skip"] = "stop",
         progress: bool = False,
     ) -> None:
-        if batch_size < 1 or workers < 0:
-            given = f"--batch-size {batch_size}" if batch_size < 1 else f"--workers {workers}"
-            raise ConfigError(f"{given}: at least 1 image a batch and 0 workers are needed")
+        check_loading(batch_size, workers)
         self.backbone, self.transform, self.device, self.progress = backbone, transform, device, progress
         self.precision: Precision = precision
         self.bad_images: Literal["stop", "skip"] = bad_images
@@ -131,7 +129,11 @@ class FrozenNetwork:
             self.bar(f"features of {role}", len(rows)) as bar,
         ):
             features, usable = self.features(loader, rows, torch.device("cpu"), bar)
-        return _labelled(split, rows[usable.numpy()], features[usable].numpy(), role)
+        read = rows[usable.numpy()]
+        ids = [split.image_ids[int(i)] for i in read]
+        request = FeatureRequest("train")
+        bank = FeatureBank(features[usable].numpy(), split.labels[read], ids)
+        return labelled({request: bank}, [request], role, "linear probing")
 
     def bar(self, name: str, images: int, done: int = 0) -> tqdm[Any]:
         """A progress bar over images."""
@@ -160,14 +162,3 @@ class FrozenNetwork:
             normalised = self.transform.normalize(images.to(self.device, non_blocking=True))
             outputs = atomic_outputs(self.backbone, None, normalised, self.atoms)
             return torch.cat([outputs[atom] for atom in self.atoms], dim=1)
-
-
-def check_labels(split: ImageSplit, role: str) -> None:
-    """Raises DataError for a split without images, or with one that has no label."""
-    _labelled(split, np.arange(len(split)), np.empty((len(split), 0), np.float32), role)
-
-
-def _labelled(split: ImageSplit, rows: np.ndarray, features: np.ndarray, role: str) -> Labelled:
-    request = FeatureRequest("train")
-    bank = FeatureBank(features, split.labels[rows], [split.image_ids[int(i)] for i in rows])
-    return labelled({request: bank}, [request], role, "linear probing")

@@ -44,6 +44,19 @@ class Labelled:
         return np.where(known, position, -1)
 
 
+def require_labels(labels: np.ndarray, image_ids: Sequence[str], role: str, who: str) -> None:
+    """Raises DataError for a split without images, or with one that has no label; arguments as of :func:`labelled`."""
+    if not len(labels):
+        raise DataError(f"the {role} split has no images")
+    unlabelled = np.flatnonzero(labels < 0)
+    if len(unlabelled):
+        raise DataError(
+            f"{len(unlabelled)} of {len(labels)} images of the {role} split have no label, the first being "
+            f"{image_ids[int(unlabelled[0])]}",
+            todo=f"{who} needs labels: sort the images into class folders, or give --test-labels",
+        )
+
+
 def labelled(
     banks: Mapping[FeatureRequest, FeatureBank], requests: Sequence[FeatureRequest], role: str, who: str
 ) -> Labelled:
@@ -58,16 +71,8 @@ def labelled(
         DataError: no image, one without a label, or features that are not finite (the image is named).
     """
     first = banks[requests[0]]
-    if not len(first):
-        raise DataError(f"the {role} split has no images")
     labels = np.asarray(first.labels)
-    unlabelled = np.flatnonzero(labels < 0)
-    if len(unlabelled):
-        raise DataError(
-            f"{len(unlabelled)} of {len(first)} images of the {role} split have no label, the first being "
-            f"{first.image_ids[unlabelled[0]]}",
-            todo=f"{who} needs labels: sort the images into class folders, or give --test-labels",
-        )
+    require_labels(labels, first.image_ids, role, who)
     features = compose(banks, requests)
     for start in range(0, len(features), CHECKED_ROWS):
         bad = np.flatnonzero(~np.isfinite(features[start : start + CHECKED_ROWS]).all(axis=1))

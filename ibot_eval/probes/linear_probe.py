@@ -151,8 +151,20 @@ def train_probe(
             selection, train, test, held, settings, batch, device, seed, progress and distributed.is_main(), desc
         )
     )
+    return reported(selection, test, train.classes, settings, batch, device)
+
+
+def reported(
+    selection: Selection, test: Labelled, classes: np.ndarray, settings: ProbeSettings, batch: int, device: torch.device
+) -> ProbeResult:
+    """What comes of a sweep that has ended: the chosen head, and what it says about test. A collective.
+
+    Args:
+        classes: (C,) labels of train, ascending.
+        batch: images per step.
+    """
     chosen = selection.result()
-    predicted, in_top5 = classify(chosen.weight, chosen.bias, test, train.classes, device)
+    predicted, in_top5 = classify(chosen.weight, chosen.bias, test, classes, device)
     return ProbeResult(
         predicted=predicted,
         in_top5=in_top5,
@@ -164,10 +176,10 @@ def train_probe(
         best_on_test_epoch=chosen.best_on_test_epoch,
         weight=chosen.weight,
         bias=chosen.bias,
-        classes=train.classes,
+        classes=classes,
         table=chosen.table,
         batch=batch,
-        warnings=selection_warnings(chosen, train.classes, settings.hold_out),
+        warnings=selection_warnings(chosen, classes, settings.hold_out),
     )
 
 
