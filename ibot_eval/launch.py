@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ibot_eval.errors import ConfigError
+from ibot_eval.orphans import LAUNCHER
 
 
 def launch(how: str, argv: list[str]) -> int:
@@ -33,6 +34,7 @@ def launch(how: str, argv: list[str]) -> int:
     # The launcher explains a child's failure at length; the child has already said it in plain words.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(match[1]))))
+    os.environ[LAUNCHER] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

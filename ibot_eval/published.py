@@ -11,6 +11,9 @@ from typing import Any
 FAMILY_METHODS = {"ibot": "iBOT", "dino": "DINO", "beit": "BEiT", "mocov3": "MoCo v3"}
 """Checkpoint family -> the method's name in published.json; other families have no entry there."""
 
+USUAL_SIZE = 224
+"""Pixels of the images behind a published number that names no size."""
+
 _IDENTITY = frozenset({"protocol", "metric", "data", "method", "arch", "value", "unit", "source", "params"})
 
 
@@ -32,7 +35,8 @@ def lookup(
     """``{"value", "source"}`` of the published number for this metric, or None when none is known.
 
     An entry that names parameters (k, head, image size) matches only a metric with those parameters; one that names
-    none belongs to the experiment's headline number and is shown there only, unless another names its parameters.
+    none belongs to the experiment's headline number and is shown there only, unless another names its parameters; its
+    images have 224 pixels, as is usual, so a metric that says it was measured at another size has none of these.
     """
     if not (data and method and arch):
         return None
@@ -45,7 +49,7 @@ def lookup(
         number = {"value": entry["value"], "source": entry["source"]}
         if wanted and all(params.get(name) == value for name, value in wanted.items()):
             return number
-        if not wanted and headline and found is None:
+        if not wanted and headline and found is None and params.get("image_size", USUAL_SIZE) == USUAL_SIZE:
             found = number
     return found
 

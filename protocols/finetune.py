@@ -33,15 +33,23 @@ IMAGENET: Mapping[str, Mapping[str, Any]] = {
     "vit-l/16": {"epochs": 50, "warmup_epochs": 5, "layer_decay": 0.75, "drop_path": 0.4},
 }
 """What the published ImageNet settings of a network have of their own."""
-SHARED = (
-    *("weight_decay", "smoothing", "mixup", "cutmix", "auto_augment", "erasing", "crop_scale", "flip", "repeats"),
-    *("clip_grad", "ema", "freeze_blocks", "from_finetuned", "scale_lr", "min_lr", "warmup_lr"),
-)
-"""What they have in common: the defaults."""
 IMAGENET_RATES = (8e-4, 9e-4, 1e-3, 2e-3, 4e-3)
 """Those that the iBOT paper sweeps, and the published code's default."""
-TRANSFER_EPOCHS = {"CIFAR-10": 1000, "CIFAR-100": 1000, "Flowers": 1000, "Cars": 1000, "iNat18": 360, "iNat19": 360}
-"""Of the published transfer runs, which have no layer decay."""
+CLASSIC: Mapping[str, Any] = {
+    **{"layer_decay": 1, "warmup_epochs": 5, "warmup_lr": 1e-6, "min_lr": 1e-5, "head_scale": 1, "repeats": 3}
+}
+"""What DeiT's recipe, that of the published transfer runs, has of its own."""
+TRANSFER: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"epochs": 1000, "lr": 1.5e-5} for name in ("CIFAR-10", "CIFAR-100", "Flowers")},
+    "Cars": {"epochs": 1000, "lr": 1.5e-4},
+    "iNat18": {"epochs": 360, "lr": 1e-4, "erasing": 0.1},
+    "iNat19": {"epochs": 360, "lr": 5e-5, "erasing": 0.1},
+}
+"""And what each has; rates of ViT-S/16, for 1024 images."""
+NOT_OF_THE_EXPERIMENT = MAY_CHANGE | {"sweep", "hold_out", "eval_every", "train_batch", "accumulate", "fsdp"}
+"""Settings in which a run may differ from the published one and still be compared with it."""
+HABITS_OF_BEIT = frozenset({"pooling", "positions", "layer_scale"})
+"""Others of BEiT's networks, whose publications classify the mean of the patches."""
 
 
 class Finetune(EvalProtocol[FinetuneConfig]):
@@ -57,12 +65,14 @@ class Finetune(EvalProtocol[FinetuneConfig]):
         check(config)
         parse_sweep(config.sweep, type(config))
         self.architecture: str | None = None
+        self.family: str | None = None
         self.image_size: int | None = None
 
     def for_network(self, backbone: Backbone, transform: EvalTransform, asked: frozenset[str]) -> Self:
         """The part of train that a sweep chooses on."""
         resolved = type(self)(with_held_out(self.config, asked))
-        resolved.architecture, resolved.image_size = backbone.architecture, transform.crop
+        resolved.architecture, resolved.family = backbone.architecture, backbone.family
+        resolved.image_size = transform.crop
         return resolved
 
     def published_key(self, name: str, metric: Mapping[str, Any], data: str) -> PublishedKey | None:
@@ -72,23 +82,31 @@ class Finetune(EvalProtocol[FinetuneConfig]):
         """
         if metric["name"] not in ("top1", "top1_best_on_test"):
             return None
-        if data in TRANSFER_EPOCHS:
-            fits = self.config.epochs == TRANSFER_EPOCHS[data] and self.config.layer_decay == 1
-        elif self.config.from_finetuned:
-            fits = self.image_size in (384, 512)
+        if self.config.from_finetuned:
+            further = self.architecture == "vit-l/16" and self.image_size in (384, 512)
+            return PublishedKey(name, "top1", data, " (with settings that are not published)") if further else None
+        if data in TRANSFER:
+            wanted = {**CLASSIC, **TRANSFER[data]}
+            rates: tuple[float, ...] = (wanted["lr"],)
         else:
-            fits = self.image_size == 224 and self._as_on_imagenet()
+            wanted, rates = IMAGENET.get(self.architecture or ""), IMAGENET_RATES
+        if wanted is None:
+            return None
+        fits = self.image_size == 224 and self._differs_in_no_more_than(wanted) and self._rates() <= set(rates)
         return PublishedKey(name, "top1", data) if fits else None
 
-    def _as_on_imagenet(self) -> bool:
-        own, usual = asdict(self.config), asdict(FinetuneConfig())
-        wanted = IMAGENET.get(self.architecture or "")
-        return (
-            wanted is not None
-            and all(own[name] == usual[name] for name in SHARED)
-            and all(own[name] == value for name, value in wanted.items())
-            and (own["lr"] in IMAGENET_RATES or any(text.startswith("lr=") for text in self.config.sweep))
-        )
+    def _differs_in_no_more_than(self, wanted: Mapping[str, Any]) -> bool:
+        """Whether the settings are ``wanted``, and where that names none, the defaults."""
+        ignored = NOT_OF_THE_EXPERIMENT | {"lr"} | (HABITS_OF_BEIT if self.family == "beit" else set())
+        usual = asdict(FinetuneConfig()) | dict(wanted)
+        return all(value == usual[name] for name, value in asdict(self.config).items() if name not in ignored)
+
+    def _rates(self) -> set[float]:
+        """Learning rates of the run or the runs; NaN stands for a sweep of anything else."""
+        trials = [trial.changes for trial in parse_sweep(self.config.sweep, type(self.config))]
+        if not trials:
+            return {self.config.lr}
+        return {changes["lr"] if changes.keys() == {"lr"} else float("nan") for changes in trials}
 
     def run(self, backbone: Backbone, session: Session) -> Iterator[Event]:
         """Yields what :func:`ibot_eval.finetuning.run.finetune` does, or of a sweep what the chosen run has.

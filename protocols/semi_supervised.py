@@ -48,6 +48,8 @@ class SemiSupervisedConfig(FinetuneConfig):
     5e-6 is for 512, which is the same."""
     min_lr: float = 1e-5
     """Learning rate at the end, not scaled. As published, it is that of the whole run after warm-up."""
+    warmup_lr: float = 1e-6
+    """Learning rate at the start of the warm-up, not scaled."""
     warmup_epochs: int = 5
     """Epochs over which the learning rate rises; a fifth of the run where that has no more epochs than these."""
     layer_decay: float = 1.0

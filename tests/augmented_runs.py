@@ -111,9 +111,10 @@ def demo_run(folder: str, name: str, die_at: int | None = None, number: int = si
     from ibot_eval import runner
 
     clock = iter(range(0, 10**9, 60))
+    per_class, bad_images = changes.pop("train_per_class", 8), changes.pop("bad_images", "stop")
     settings = RunSettings(
         CheckpointSettings(ckpt="demo"),
-        DataSettings(data="demo", train_per_class=changes.pop("train_per_class", 8), test_per_class=10),
+        DataSettings(data="demo", train_per_class=per_class, test_per_class=10, bad_images=bad_images),
         EngineSettings(device="cpu", workers=changes.pop("workers", 0), seed=changes.pop("seed", 0)),
         OutputSettings(output=Path(folder), name=name),
     )

@@ -116,6 +116,7 @@ def test_a_whole_id_is_never_ambiguous(tmp_path):
         ("cat/1.png\ncat/3.png\nbird/2.png\n", ["2 of the 3 images", "'cat/3.png', 'bird/2.png'", "6 images"]),
         ("dog/1.png\nfox/1.png\n", ["1 of the 2 images", "'fox/1.png'", "'train/cat/1.png'"]),
         ("cat/1.png\ndog/1.png\ntrain/cat/1.png\n", ["1 images more than once: 'train/cat/1.png'"]),
+        ("cat/1.png,0\ndog/1.png,1\n", ["2 of the 2 images", "'cat/1.png,0'", "and nothing else, in each line"]),
         ("odd\nodd\n", ["'odd'", "more than once"]),
         ("1.png\n", ["'1.png'", "fits 2 images: 'train/cat/1.png', 'train/dog/1.png'"]),
         ("2\n", ["'2'", "'train/cat/2.png', 'train/e/2.jpg'"]),

@@ -26,7 +26,7 @@ from ibot_eval.protocol import Artifact, Event, Metric, Predictions, Warning
 from ibot_eval.record import EvalRecord, save_predictions
 from ibot_eval.settings import CheckpointSettings
 from ibot_eval.training.logs import TrainingLog
-from protocols.finetune import IMAGENET, Finetune
+from protocols.finetune import CLASSIC, IMAGENET, TRANSFER, Finetune
 from tests.finetuning_runs import CONFIG, TRANSFORM, Colours, labels, loaded, metrics, run, session
 
 LEARNING = replace(CONFIG, epochs=8, eval_every=8, mixup=0, cutmix=0, erasing=0, auto_augment="none", flip=0)
@@ -55,7 +55,7 @@ def test_a_network_learns_and_its_file_says_the_same(tmp_path: Path):
     assert found["top1_best_on_test"].value == 75
     of_classes = {e.params["class"]: (e.value, e.n) for e in events if isinstance(e, Metric) and "class" in e.params}
     assert of_classes == {f"class {c}": (0.0 if c == 2 else 100.0, 4) for c in range(4)}
-    assert "4 of 16 query images count as wrong, since the train split has none of their class class 2" in warnings(
+    assert "4 of 16 test images count as wrong, since the train split has none of their class class 2" in warnings(
         events
     )
 
@@ -145,6 +145,16 @@ def test_what_cannot_be_done(tmp_path: Path, changes: dict[str, Any], engine: An
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_too_little_memory_for_the_weights_is_explained(tmp_path: Path):
+    """Also where there is no room left for the network that made way."""
+    where = session(tmp_path, Colours(labels(21)), Colours(labels(9), "test"))
+    with (
+        mock.patch("torch.nn.Module.to", side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried")),
+        pytest.raises(ConfigError, match=r"memory ran out for the weights(?s:.*)CUDA(?s:.*)--fsdp"),
+    ):
+        run(CONFIG, where)
+
+
 def test_labels_are_needed(tmp_path: Path):
     with pytest.raises(DataError, match="1 of 9 images of the test split have no label, the first being test/008"):
         run(CONFIG, session(tmp_path, Colours(labels(21)), Colours([*labels(8), -1], "test")))
@@ -162,8 +172,8 @@ def test_a_module_that_cannot_be_trained(tmp_path: Path):
         run(CONFIG, where)
 
 
-def on_network(config: FinetuneConfig, architecture: str, size: int = 224) -> Finetune:
-    backbone = mock.Mock(spec=Backbone, architecture=architecture)
+def on_network(config: FinetuneConfig, architecture: str, size: int = 224, family: str = "ibot") -> Finetune:
+    backbone = mock.Mock(spec=Backbone, architecture=architecture, family=family)
     return Finetune(config).for_network(backbone, replace(TRANSFORM, resize=size, crop=size), frozenset())
 
 
@@ -178,23 +188,40 @@ def test_published_settings_have_a_published_number(architecture: str):
     assert key[:3] == ("finetune", "top1", "ImageNet-1K")
     swept = replace(config, lr=1.0, sweep=("lr=8e-4,9e-4",))
     assert on_network(swept, architecture).published_key("finetune", TOP1, "ImageNet-1K")
-    for other in ({"lr": 3e-3}, {"epochs": 7}, {"mixup": 0.0}, {"weight_decay": 0.0}, {"from_finetuned": True}):
+    others: list[dict[str, Any]] = [{"lr": 3e-3}, {"epochs": 7}, {"mixup": 0.0}, {"weight_decay": 0.0}]
+    others += [{"sweep": ("lr=1e-3,3e-3",)}, {"sweep": ("lr=1e-3", "drop_path=0.1,0.5")}, {"sweep": ("mixup=0,1",)}]
+    others += [{"pooling": "mean"}, {"positions": "relative"}, {"layer_scale": 0.1}, {"head_scale": 1.0}]
+    others += [{"freeze_blocks": 1}, {"ema": 0.9}, {"repeats": 3}, {"from_finetuned": True}]
+    for other in others:
         changed = on_network(replace(config, **other), architecture)
         assert changed.published_key("finetune", TOP1, "ImageNet-1K") is None, other
+    for same in ({"accumulate": 8, "train_batch": 16}, {"hold_out": 0.1}, {"compile": True, "eval_every": 10}):
+        assert on_network(replace(config, **same), architecture).published_key("finetune", TOP1, "ImageNet-1K"), same
+    beit = replace(config, pooling="mean", positions="relative", layer_scale=0.1)
+    assert on_network(beit, architecture, family="beit").published_key("finetune", TOP1, "ImageNet-1K")
     assert on_network(config, architecture, 96).published_key("finetune", TOP1, "ImageNet-1K") is None
     assert on_network(config, architecture).published_key("finetune", {"name": "top5"}, "ImageNet-1K") is None
 
 
 def test_published_numbers_of_transfer_and_larger_images():
-    classic = FinetuneConfig(epochs=1000, layer_decay=1.0)
+    classic = FinetuneConfig(**CLASSIC, **TRANSFER["CIFAR-10"])
     assert on_network(classic, "vit-s/16").published_key("finetune", TOP1, "CIFAR-10")
-    assert on_network(classic, "vit-s/16").published_key("finetune", TOP1, "iNat18") is None
-    further = on_network(FinetuneConfig(from_finetuned=True), "vit-l/16", 512)
-    assert further.published_key("finetune", TOP1, "ImageNet-1K")
+    for data in ("iNat18", "Cars"):
+        assert on_network(classic, "vit-s/16").published_key("finetune", TOP1, data) is None
+    for other in ({"lr": 1e-3}, {"repeats": 1}, {"min_lr": 1e-6}, {"freeze_blocks": 12}, {"erasing": 0.1}):
+        changed = on_network(replace(classic, **other), "vit-s/16")
+        assert changed.published_key("finetune", TOP1, "CIFAR-10") is None, other
+    assert on_network(classic, "vit-s/16", 96).published_key("finetune", TOP1, "CIFAR-10") is None
+    further = FinetuneConfig(from_finetuned=True)
+    key = on_network(further, "vit-l/16", 512).published_key("finetune", TOP1, "ImageNet-1K")
+    assert key is not None
+    assert "not published" in key.remark
+    for architecture, size in (("vit-l/16", 224), ("vit-b/16", 384)):
+        assert on_network(further, architecture, size).published_key("finetune", TOP1, "ImageNet-1K") is None
 
 
 def record_of(folder: Path, name: str) -> EvalRecord:
-    (folder / name).mkdir()
+    (folder / name).mkdir(parents=True)
     log = TrainingLog(folder / name)
     for step in range(1, 5):
         log.write(step, {"epoch": (step - 1) // 2, "loss": 2.0 / step})
@@ -232,6 +259,24 @@ def test_figures(tmp_path: Path):
     two = Finetune.figures(one, record_of(tmp_path, "two"))
     assert len(two["learning_curve"].axes[0].lines) == 4
     assert len(two["confusion"].axes) == 4
+    assert [text.get_text() for text in two["learning_curve"].legends[0].get_texts()] == ["one", "two"]
+
+
+@pytest.mark.parametrize("runs", [1, 8, 16])
+def test_figures_of_many_runs_can_be_read(runs: int, tmp_path: Path):
+    """Legends lie within the figure, colours differ, matrices stand in rows."""
+    names = [f"rates_of_layers/sweep/lr-{n}e-4_auto_augment-rand-m9-mstd0.5-inc1" for n in range(runs)]
+    drawn = Finetune.figures(*(record_of(tmp_path, name) for name in names))
+    for figure in drawn.values():
+        figure.draw_without_rendering()
+        assert figure.get_figwidth() <= 22
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert box.x0 >= 0
+            assert box.x1 <= figure.bbox.x1
+    losses = drawn["learning_curve"].axes[0]
+    assert len({line.get_color() for line in losses.lines}) == runs
+    assert len(drawn["confusion"].axes) == 2 * runs
     assert Finetune.figures(EvalRecord("none", "finetune", 1)) == {}
 
 

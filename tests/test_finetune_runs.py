@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,23 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from ibot_eval.errors import CheckpointError, ConfigError
+from ibot_eval.errors import BadImage, CheckpointError, ConfigError
 from ibot_eval.finetuning.config import MAY_CHANGE
 from ibot_eval.record import EvalRecord, load_predictions
 from ibot_eval.training.logs import read_log
-from tests.finetuning_runs import CONFIG, Colours, broken_off, demo_run, labels, on_ranks, run, session
+from tests.finetuning_runs import (
+    CONFIG,
+    Colours,
+    Failed,
+    broken_off,
+    demo_run,
+    disturbed,
+    labels,
+    metrics,
+    on_ranks,
+    run,
+    session,
+)
 from tests.ranks import Running, run_ranks
 
 TIMES = {"images_per_second", "data_wait", "peak_memory_gb"}
@@ -108,6 +121,26 @@ def test_what_does_not_matter_may_change(series: Any, tmp_path: Path) -> None:
     assert changes.keys() < MAY_CHANGE
     demo_run(str(tmp_path), "run", **changes)
     assert EvalRecord.load(tmp_path / "run").metrics == EvalRecord.load(series[0] / "whole").metrics
+
+
+def test_a_run_that_met_a_broken_test_image_goes_on(tmp_path: Path) -> None:
+    """Once its file is replaced, or with --bad-images skip; but not on other images that have been tested on."""
+    config, train = replace(CONFIG, save_minutes=0), Colours(labels(21))
+    test, broken = Colours(labels(9), "test"), Colours(labels(10), "test", bad=[4])
+    for name in ("replaced", "skipped"):
+        with pytest.raises(BadImage, match=r"test/004\.png"):
+            run(config, session(tmp_path / name, train, broken))
+        assert len(list((tmp_path / name / "checkpoints").iterdir())) > 0
+    with disturbed(5), pytest.raises(Failed):
+        run(config, session(tmp_path / "replaced", train, test))
+    with pytest.raises(ConfigError, match=r"images\.test"):
+        run(config, session(tmp_path / "replaced", train, broken))
+    whole = [run(config, session(tmp_path / f"whole {bad}", train, test, bad_images=bad)) for bad in ("stop", "skip")]
+    assert metrics(run(config, session(tmp_path / "replaced", train, test))) == metrics(whole[0])
+    skipped = metrics(run(config, session(tmp_path / "skipped", train, broken, bad_images="skip")))
+    assert skipped["top1"].n == 9
+    weights = [load_file(tmp_path / name / "classifier.safetensors") for name in ("skipped", "whole skip")]
+    assert all(torch.equal(tensor, weights[1][key]) for key, tensor in weights[0].items())
 
 
 def test_a_state_of_another_version_is_refused(series: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ibot_eval import distributed
-from ibot_eval.errors import BadImage, DataError
+from ibot_eval.errors import BadImage, ConfigError, DataError
 from ibot_eval.finetuning.evaluation import Evaluation, evaluate
 from tests.fakes import SIDE, TRANSFORM, FakeSplit, fake_images
 from tests.ranks import run_ranks
@@ -122,6 +123,13 @@ def test_unreadable_images_are_left_out_and_named(workers: int) -> None:
     np.testing.assert_array_equal(result.in_top5, whole.in_top5[good])
     with pytest.raises(BadImage, match="train/000"):
         run(FakeSplit(30, bad=bad), workers=workers)
+
+
+def test_too_little_memory_is_explained() -> None:
+    """By the batch size of evaluations, not that of training."""
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried"))
+    with pytest.raises(ConfigError, match=r"in the evaluation, with --batch-size 4: (?s:.*)--batch-size 2;"):
+        run(FakeSplit(30), full)
 
 
 def test_nothing_can_be_read() -> None:

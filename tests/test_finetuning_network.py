@@ -301,6 +301,30 @@ def test_frozen_stages_of_a_swin():
     assert all("downsample" in name for name in frozen if name.startswith("layers.1"))
 
 
+@pytest.mark.parametrize(
+    ("net", "size"),
+    [
+        (layouts.vit(reg_tokens=2), 32),
+        (layouts.beit(use_abs_pos_emb=True), 32),
+        (shared_beit(), 32),
+        (layouts.eva(), 32),
+        (small_swin(), 64),
+    ],
+    ids=["vit", "beit", "shared beit", "dinov3", "swin"],
+)
+def test_frozen_blocks_compute_what_they_did(net: Any, size: int):
+    """Whatever is trained: their own weights, what comes before them and what they share with later ones."""
+    model = build_classifier(from_module(net), 5, size, freeze_blocks=1, pooling="cls")
+    before = model.backbone.outputs(images(size), blocks=(0,), norm="none").blocks[0].patches
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    after = model.backbone.outputs(images(size), blocks=(0,), norm="none").blocks[0].patches
+    assert torch.equal(before, after)
+    assert any(p.requires_grad for name, p in model.named_parameters() if "head" not in name)
+
+
 def test_every_parameter_of_every_layer_moves():
     moved = step(build_classifier(load(layouts.vit(depth=4)), 5, 32, head_scale=1.0))
     assert min(moved[name] for name in moved if name != "head.bias") > 1e-3

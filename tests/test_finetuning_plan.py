@@ -18,8 +18,8 @@ def test_published_vit_small_on_imagenet():
     assert (plan.steps_per_epoch, plan.images_per_step, plan.steps) == (1251, 1024, 250_200)
     assert plan.notices == ()
     warmup = 20 * 1251
-    assert plan.lr[0] == 1e-6
-    assert plan.lr[1] == pytest.approx(1e-6 + (4e-3 - 1e-6) / (warmup - 1))
+    assert plan.lr[0] == 0
+    assert plan.lr[1] == pytest.approx(4e-3 / (warmup - 1))
     assert plan.lr[warmup - 1] == plan.lr[warmup] == plan.top_lr == 4e-3
     middle = warmup + (250_200 - warmup) // 2
     assert plan.lr[middle] == pytest.approx((4e-3 + 1e-6) / 2)
@@ -45,9 +45,15 @@ def test_the_rate_goes_with_the_images_of_a_step(changes: dict[str, Any], world:
     ("changes", "images", "said"),
     [
         ({"epochs": 10}, 1280, r"the warm-up is 20 of 100 steps: the run has 10 epochs, too few for 20 of warm-up"),
+        ({"epochs": 1}, 1280, r"the warm-up is 2 of 10 steps: the run has 1 epoch, too few for 20 of warm-up"),
         ({"epochs": 20}, 1280, r"the warm-up is 40 of 200 steps"),
         ({"train_batch": 40, "accumulate": 2}, 100, r"20 of 100 train images, others each time, sit every epoch out"),
         ({}, 50, r"steps are of 50 images, not of 128: train has no more than 50"),
+        (
+            {"lr": 1e-5, "min_lr": 1e-5},
+            1280,
+            r"the learning rate rises, from 1.25e-06 after the warm-up to --min-lr 1e-05 at the end",
+        ),
     ],
 )
 def test_what_is_not_as_asked_is_told(changes: dict[str, Any], images: int, said: str):

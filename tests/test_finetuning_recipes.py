@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -9,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from ibot_eval import cli, recipes, registry, runner
+from ibot_eval import cli, recipes, runner
 from ibot_eval.finetuning.config import effective_lr
 from ibot_eval.finetuning.trials import parse_sweep
 from ibot_eval.published import lookup
 from ibot_eval.record import EvalRecord
-from ibot_eval.settings import CheckpointSettings, DataSettings, EngineSettings, OutputSettings, RunSettings
+from ibot_eval.settings import RunSettings
+from ibot_eval.training.logs import read_log
+from tests import layouts
+from tests.images import picture, save
 
 NAMES = [*recipes.names("finetune"), *recipes.names("semi-supervised")]
 ARCHITECTURES = {"ViT-S/16": "vit-s/16", "ViT-B/16": "vit-b/16", "ViT-L/16": "vit-l/16"}
@@ -131,38 +137,73 @@ def test_the_sweep_of_beit_has_the_papers_rates() -> None:
     assert rates == pytest.approx([2e-3, 3e-3, 4e-3, 5e-3])
 
 
-def run(folder: Path, command: str, protocol: Any, ckpt: str) -> EvalRecord:
-    """On 30 and 10 digits."""
-    settings = RunSettings(
-        CheckpointSettings(ckpt=ckpt),
-        DataSettings(data="demo", train_per_class=3, test_per_class=1),
-        EngineSettings(device="cpu", workers=0),
-        OutputSettings(output=folder, name="run"),
-    )
-    return runner.run(command, protocol, settings)
+def plain(values: Any) -> Any:
+    """As JSON has it."""
+    return json.loads(json.dumps(values))
 
 
 @pytest.fixture(scope="module")
-def finetuned(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small network with a classifier of digits."""
-    folder = tmp_path_factory.mktemp("finetuned")
-    kind = registry.load_protocol("finetune")
-    run(folder, "finetune", kind(replace(kind.config_type(), epochs=1, train_batch=16)), "demo")
-    return str(folder / "run" / "classifier.safetensors")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve and four JPEGs of four classes, of many shapes; one of them is grey."""
+    root, numbers = tmp_path_factory.mktemp("photos"), itertools.count()
+    for split, each in (("train", 3), ("val", 1)):
+        for label, place in itertools.product(range(4), range(each)):
+            number = next(numbers)
+            pixels = picture(40 + number, 64 - number, seed=number) // 2 + 32 * label
+            save(root / split / f"class {label}" / f"{place}.jpg", pixels[..., 0] if number == 5 else pixels)
+    return root
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> dict[str, list[str]]:
+    """Flags for small networks: a ViT with its projection head, as iBOT saves it, a BEiT, and a fine-tuned ViT."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.save(layouts.ibot_full(layouts.vit(1), layouts.vit(2)), folder / "ibot.pth")
+    beit = layouts.beit(use_rel_pos_bias=False, use_shared_rel_pos_bias=True)
+    torch.save(layouts.beit_pretrained(beit), folder / "beit.pth")
+    ibot = ["--ckpt", str(folder / "ibot.pth"), "--heads", "3"]
+    trained = [*ibot, "--data", str(photos), "--resize", "37", "--crop", "32", "--epochs", "1", "--train-batch", "4"]
+    run(folder, "finetune", trained)
+    return {
+        "ibot": ibot,
+        "beit": ["--ckpt", str(folder / "beit.pth")],
+        "finetuned": ["--ckpt", str(folder / "run" / "classifier.safetensors")],
+    }
+
+
+def run(folder: Path, command: str, flags: list[str]) -> EvalRecord:
+    call = cli.parse_protocol(
+        command, [*flags, "--output", str(folder), "--name", "run", "--device", "cpu", "--workers", "0"]
+    )
+    return runner.run(command, call.kind(call.config), call.settings, asked=frozenset(call.asked))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_trains(name: str, finetuned: str, tmp_path: Path) -> None:
-    """An epoch of a small network, with all settings but the number of epochs and the images of a step."""
-    call = call_of(name)
-    config = replace(call.config, epochs=1, train_batch=8)
-    if name.startswith("semi-supervised/"):
-        config = replace(config, labels="2")
-    if config.sweep:
-        setting, _, values = config.sweep[0].partition("=")
-        config = replace(config, sweep=(f"{setting}={','.join(values.split(',')[:2])}",))
-    ckpt = finetuned if config.from_finetuned else "demo"
-    record = run(tmp_path, name.partition("/")[0], call.kind(config), ckpt)
+def test_every_recipe_trains(name: str, photos: Path, checkpoints: dict[str, list[str]], tmp_path: Path) -> None:
+    """An epoch of image files and a small network of its family, with all that the recipe says but for the numbers of
+    epochs, images and labels; the sizes are a seventh of the recipe's, to whole patches."""
+    recipe, given, command = content(name), call_of(name), name.partition("/")[0]
+    sizes = {"crop": 8 * round(recipe.get("crop", 224) / 7 / 8), "resize": round(recipe.get("resize", 256) / 7)}
+    sizes["resize"] = max(sizes.values())
+    changed: dict[str, Any] = {"epochs": 1, "train_batch": 2, "data": str(photos), **sizes}
+    if recipe.get("labels"):
+        changed["labels"] = "2"
+    kind = "finetuned" if recipe.get("from_finetuned") else "beit" if recipe.get("method") == "BEiT" else "ibot"
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in changed.items()]
+    record = run(tmp_path, command, ["--recipe", name, *checkpoints[kind], *flags])
+
     assert record.status == "success"
     assert {metric["name"] for metric in record.metrics} >= {"top1", "top5", "top1_best_on_test", "per_class_top1"}
+    assert [metric["n"] for metric in record.metrics if metric["name"] == "top1"] == [4]
+    assert [metric["name"] for metric in record.metrics if metric["published"]] == [], "of shrunk runs nothing is"
     assert re.fullmatch(r"(sweep/[\w.-]+/)?classifier\.safetensors", record.artifacts[1]["path"])
+
+    asked = {key: value for key, value in vars(given.config).items() if key not in changed and key != "hold_out"}
+    runs = [record, *(EvalRecord.load(path.parent) for path in tmp_path.glob("run/sweep/*/record.json"))]
+    assert len(runs) == 1 + len(parse_sweep(given.config.sweep, type(given.config)))
+    assert plain({key: record.config[key] for key in asked}) == plain(asked)
+    for one in runs[1:] or runs:
+        assert one.folder is not None
+        losses = [row["loss"] for row in read_log(one.folder / "log.jsonl") if "loss" in row]
+        assert losses
+        assert None not in losses, "a loss is not finite"

@@ -15,6 +15,7 @@ import pytest
 from filelock import FileLock
 
 from ibot_eval.errors import ConfigError, DataError
+from ibot_eval.finetuning.config import FinetuneConfig
 from ibot_eval.finetuning.sweeping import run_sweep, sweep_figures
 from ibot_eval.finetuning.trials import Trial, parse_sweep, with_held_out
 from ibot_eval.protocol import Artifact, Event, Metric, Predictions, Warning
@@ -50,6 +51,8 @@ class Settings:
     """A text."""
     keep: int = 3
     """One that may change."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """A pair."""
 
 
 TRIALS = parse_sweep(RATES, Settings)
@@ -77,6 +80,8 @@ def test_a_sweep_stands_for_every_combination() -> None:
         ("learning=1", "'learning' is not a setting"),
         ("sweep=lr", "'sweep' is not a setting that can be swept"),
         ("hold_out=0.1", "cannot be|not a setting that can be swept"),
+        ("scale=0.1", "scale takes several values at once, so it cannot be swept"),
+        ("sacle=0.1", "(?s)'sacle' is not a setting(?!.*scale)"),
         ("lr", "'' is no value of lr"),
         ("lr=1e-3,", "'' is no value of lr"),
         ("lr=fast", "'fast' is no value of lr"),
@@ -93,6 +98,16 @@ def test_what_cannot_be_swept_is_refused_by_name(text: str, message: str) -> Non
         parse_sweep([text], Settings)
 
 
+def test_values_that_differ_little_have_runs_of_their_own() -> None:
+    names = [trial.name for trial in parse_sweep(["lr=1e-3,1.0000001e-3"], FinetuneConfig)]
+    assert names == ["lr-0.001", "lr-0.0010000001"]
+
+
+def test_runs_that_would_share_a_folder_are_refused() -> None:
+    with pytest.raises(ConfigError, match="several runs would be called auto_augment-a_b"):
+        parse_sweep(["auto_augment=a/b,a_b"], FinetuneConfig)
+
+
 def test_one_setting_cannot_be_given_twice() -> None:
     with pytest.raises(ConfigError, match="gives lr twice"):
         parse_sweep(["lr=1", "lr=2"], Settings)
@@ -104,6 +119,14 @@ def test_a_sweep_holds_images_out() -> None:
     assert with_held_out(Settings(), frozenset()).hold_out == 0
     with pytest.raises(ConfigError, match="--hold-out 0 holds none out"):
         with_held_out(Settings(sweep=RATES), frozenset({"hold_out"}))
+
+
+def test_a_sweep_of_nothing_is_refused_and_none_is_no_sweep() -> None:
+    """The latter takes back the sweep of a recipe."""
+    with pytest.raises(ConfigError, match="--sweep names no setting"):
+        with_held_out(Settings(), frozenset({"sweep"}))
+    assert with_held_out(Settings(sweep=("none",)), frozenset({"sweep"})) == Settings()
+    assert parse_sweep(("none",), Settings) == []
 
 
 class Trainer:
@@ -245,6 +268,16 @@ def test_other_settings_are_refused_and_so_is_a_second_process(tmp_path: Path) -
         run(folder, Trainer(folder))
 
 
+def test_a_test_image_may_be_replaced_until_a_run_has_been_tested(tmp_path: Path) -> None:
+    folder, images = tmp_path / "run", [{"images": {"train": "a", "test": test}} for test in "bcd"]
+    with pytest.raises(DataError):
+        run(folder, Trainer(folder, raises={0.0008: DataError("a broken test image")}), identity=images[0])
+    run(folder, Trainer(folder), TRIALS[:1], identity=images[1])
+    run(folder, Trainer(folder), identity=images[1])
+    with pytest.raises(ConfigError, match=r"images\.test"):
+        run(folder, Trainer(folder), identity=images[2])
+
+
 def test_the_sweep_is_drawn(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(folder, Trainer(folder, raises={0.0008: NotFinite("NaN")}))
@@ -256,3 +289,14 @@ def test_the_sweep_is_drawn(tmp_path: Path) -> None:
     assert test == [66.0, 65.0, 69.0]
     assert [label.get_text() for label in axes.get_xticklabels()] == names(*RATES)
     assert sweep_figures(EvalRecord("other", "fake", 1)) == {}
+
+
+def test_runs_that_are_given_beside_their_sweep_are_drawn_once(tmp_path: Path) -> None:
+    """As `ibot-eval plot` gives them for the sweep's folder."""
+    folder = tmp_path / "run"
+    run(folder, Trainer(folder))
+    EvalRecord("run", "fake", 1).save(folder)
+    for name in names(*RATES):
+        (folder / "sweep" / name / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    records = [EvalRecord.load(path) for path in (folder, *(folder / "sweep" / name for name in names(*RATES)))]
+    assert len(sweep_figures(*records)["learning_curve"].axes[0].lines) == 2 * len(TRIALS)

@@ -20,6 +20,7 @@ from ibot_eval.finetuning.config import FinetuneConfig
 from ibot_eval.finetuning.evaluation import evaluate
 from ibot_eval.finetuning.loader import finish, training_loader
 from ibot_eval.finetuning.looking import Images
+from ibot_eval.finetuning.memory import explain_out_of_memory
 from ibot_eval.finetuning.mixing import Mixing
 from ibot_eval.finetuning.network import Classifier, build_classifier
 from ibot_eval.finetuning.plan import make_plan
@@ -251,3 +252,9 @@ def test_too_little_memory_is_explained(tmp_path: Path):
     text = str(caught.value)
     for word in ("--train-batch 4,", "--precision fp32", "no --checkpoint-blocks", "--train-batch 2 --accumulate 4"):
         assert word in text
+
+
+def test_the_cpu_that_has_no_more_memory_is_explained() -> None:
+    with pytest.raises(ConfigError, match="memory ran out with --train-batch 8"):  # noqa: SIM117
+        with explain_out_of_memory(8, 1, "fp32", checkpointed=False):
+            torch.empty(10**14)

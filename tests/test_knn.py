@@ -192,7 +192,7 @@ def test_classes_that_the_gallery_lacks_count_as_wrong():
     assert metrics["top1", 1].value == pytest.approx(100 / 3)
     assert metrics["top5", 3].value == pytest.approx(100 / 3)
     assert predictions.values["top1@k=1"].tolist() == [0, 7, 7]
-    assert warnings == ["2 of 3 query images count as wrong, since the gallery has none of their classes dog, 11"]
+    assert warnings == ["2 of 3 test images count as wrong, since the gallery has none of their classes dog, 11"]
 
 
 def test_a_long_list_of_missing_classes_is_cut():

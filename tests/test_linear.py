@@ -133,7 +133,7 @@ def test_classes_missing_from_train(tmp_path):
     metrics, predictions, (warning,), _ = _run(tmp_path, test=test)
     assert (metrics["top1"].value or 0) <= 200 / 3 + 1e-9
     assert predictions.values["top1"][2] != 11
-    assert warning == "1 of 3 query images count as wrong, since the train split has none of their class 11"
+    assert warning == "1 of 3 test images count as wrong, since the train split has none of their class 11"
 
 
 def test_one_class_and_one_sample_per_class(tmp_path):

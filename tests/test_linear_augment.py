@@ -210,7 +210,7 @@ def labelled_as(labels: list[int], name: str = "train") -> FakeSplit:
     [
         ([0] * 8, [0, 0, 0], "one class"),
         ([0, 1, 2], [0, 1, 2], "no class of train has an image to hold out"),
-        ([0] * 4 + [2] * 4, [0, 1, 2], "1 of 3 query images count as wrong"),
+        ([0] * 4 + [2] * 4, [0, 1, 2], "1 of 3 test images count as wrong"),
     ],
 )
 def test_small_and_odd_data_work_with_a_warning(train: list[int], test: list[int], said: str, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_classes_that_train_lacks_count_as_wrong():
     some = np.flatnonzero(train.labels != 5)
     few = _bank(train.features[some], train.labels[some])
     found = _run(LogRegConfig(), few, test, names=["a", "b", "c", "d", "e", "owl"])
-    assert found.warnings == ["10 of 60 query images count as wrong, since the train split has none of their class owl"]
+    assert found.warnings == ["10 of 60 test images count as wrong, since the train split has none of their class owl"]
     assert 5 not in found.predictions.values["top1"]
     known = _bank(test.features[test.labels != 5], test.labels[test.labels != 5])
     for name in ("top1", "top5"):

@@ -186,7 +186,7 @@ def test_classes_missing_from_the_list_count_as_wrong(tmp_path):
     for name in ("linear", "logreg", "knn"):
         assert metrics["list.txt", name].value == 40.0
         assert set(predictions.values[f"top1@labels=list.txt,scorer={name}"]) == {0, 3}
-    known = [m for m in messages if "15 of 25 query images count as wrong" in m]
+    known = [m for m in messages if "15 of 25 test images count as wrong" in m]
     assert len(known) == 2, "linear and logreg say the same, k-NN calls it a gallery"
     assert known[0].startswith("labels list.txt, linear, logreg: ")
     assert known[0].endswith("classes b, c, e")

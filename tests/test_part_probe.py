@@ -263,7 +263,7 @@ def test_few_classes_and_few_images():
     protocol = PartProbe(PartProbeConfig(k=(1, 3), reverse=True, **QUICK))
     names = ("ant", "bee", "cat", "dog")
     metrics, predictions, warnings = run(protocol, random_banks(protocol, test_labels=[0, 1, 2, 3, 3]), names=names)
-    assert warnings == ["2 of 5 query images count as wrong, since the train split has none of their class dog"]
+    assert warnings == ["2 of 5 test images count as wrong, since the train split has none of their class dog"]
     assert metrics["top1", 1, "attention"].value <= 60
     assert (predictions.values["top1@k=1,order=attention"] < 3).all()
     metrics, _, warnings = run(protocol, random_banks(protocol, train_labels=[1] * 9, test_labels=[1, 1, 1]))

@@ -47,6 +47,13 @@ def test_a_number_with_parameters_belongs_to_them() -> None:
     assert {size: found and found["value"] for size, found in headline.items()} == {224: 86.6, 384: 87.5}
 
 
+def test_a_number_without_a_size_is_of_the_usual_one() -> None:
+    vit_l = {"data": "ImageNet-1K", "method": "iBOT", "arch": "vit-l/16", "headline": True}
+    assert lookup("finetune", "top1", **vit_l, params={"image_size": 224}) == lookup("finetune", "top1", **vit_l)
+    assert lookup("finetune", "top1", **vit_l) is not None
+    assert lookup("finetune", "top1", **vit_l, params={"image_size": 384}) is None
+
+
 def test_methods_that_checkpoints_tell_are_spelt_as_published() -> None:
     assert set(FAMILY_METHODS.values()) <= {entry["method"] for entry in entries()}
 

@@ -182,6 +182,7 @@ def test_the_defaults_are_those_of_deits_recipe() -> None:
         "lr": 5e-6 * 1024 / 512,
         "min_lr": 1e-5,
         "warmup_epochs": 5,
+        "warmup_lr": 1e-6,
         "layer_decay": 1.0,
         "repeats": 3,
         "head_scale": 1.0,

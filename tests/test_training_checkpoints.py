@@ -163,6 +163,29 @@ def test_a_full_disk_leaves_the_earlier_states(tmp_path, monkeypatch, room):
     assert store.steps() == [2]
 
 
+def test_fewer_states_make_room_before_the_next_is_written(tmp_path, monkeypatch):
+    """A disk that three states fill: --keep 1 is the advice, and has to help."""
+    for step in (1, 2, 3):
+        TrainingCheckpoints(tmp_path, keep=3).save(step, state(step))
+    there = []
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda *a, **k: (there.append(sorted(tmp_path.glob("step_*"))), save(*a, **k)))
+    TrainingCheckpoints(tmp_path, keep=1).save(4, state(4))
+    assert [path.name for path in there[0]] == ["step_00000003.pt"]
+    assert TrainingCheckpoints(tmp_path, keep=1).steps() == [4]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_full_disk_says_what_to_do_for_every_command_that_trains(tmp_path, monkeypatch, keep):
+    """Only pretrain has --resume, and those that keep one state only have no --keep."""
+    monkeypatch.setattr(torch, "save", _refuse)
+    with pytest.raises(CheckpointError) as caught:
+        TrainingCheckpoints(tmp_path, keep=keep).save(1, state(1))
+    assert caught.value.todo is not None
+    assert "then give the same command again (pretrain goes on with --resume auto)" in caught.value.todo
+    assert ("--keep 1" in caught.value.todo) == (keep > 1)
+
+
 def save_beyond_the_limit(folder: str) -> list[Any]:
     store = TrainingCheckpoints(Path(folder))
     store.save(1, state(1))

@@ -109,6 +109,7 @@ def test_a_file_that_cannot_grow(tmp_path):
     assert done.code == 0, done.stderr
     text, steps = done.value
     assert "the training log cannot be written: File too large" in text
+    assert "then give the same command again (pretrain goes on with --resume auto)" in text
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) > 50
     assert steps_of(log(tmp_path, 999)) == [*steps, 999]

@@ -44,3 +44,13 @@ def test_what_may_differ(may_differ):
 def test_a_name_allows_itself_only():
     with pytest.raises(ConfigError, match=r"model\.K"):
         compare_settings(SAVED, SAVED | {"model": {"width": 64, "K": 1}}, ["K", "mod", "model.width"])
+
+
+def test_hashes_are_not_shown():
+    """Nobody learns anything from their digits."""
+    saved = {"images": {"train": "a" * 64, "test": "b" * 64}, "checkpoint": {"sha256": "c" * 64}}
+    now = {"images": {"train": "a" * 64, "test": "d" * 64}, "checkpoint": {"sha256": "e" * 64}}
+    with pytest.raises(ConfigError) as caught:
+        compare_settings(saved, now)
+    expected = "images.test (other images, or their files were changed), checkpoint.sha256 (another file)"
+    assert caught.value.what.endswith(expected)

@@ -171,7 +171,10 @@ def listed(path: Path, image_ids: Sequence[str]) -> np.ndarray:
         raise DataError(
             f"{len(missing)} of the {len(names)} images in {path} are not among the {len(image_ids)} images to choose "
             f"from: {few(missing)}; those are called like {image_ids[0]!r}",
-            todo="give the whole training split, or take the lines out of a copy of the list",
+            # One that is called otherwise in every line is not this data set's, or holds more than names.
+            todo="give the whole training split, or take the lines out of a copy of the list"
+            if len(missing) < len(names)
+            else "give a list with the name of an image, and nothing else, in each line",
         )
     if twice:
         raise DataError(f"{path} names {len(twice)} images more than once: {few(twice)}", todo="keep one line of each")
@@ -226,7 +229,7 @@ def _content(path: Path) -> bytes:
 def _lines(path: Path) -> list[str]:
     form = "give a text file with the name of an image a line"
     try:
-        lines = [line.strip() for line in _content(path).decode("utf-8-sig").split("\n")]
+        lines = [line.strip() for line in re.split(r"[\r\n]", _content(path).decode("utf-8-sig"))]
     except UnicodeDecodeError:
         raise DataError(f"the list {path} is not text", todo=form) from None
     names = [line.replace("\\", "/").removeprefix("./") for line in lines if line and not line.startswith("#")]

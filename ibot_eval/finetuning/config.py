@@ -32,8 +32,8 @@ class FinetuneConfig:
     """Whether the learning rate goes with the images of a step; --no-scale-lr takes --lr as it is."""
     min_lr: float = 1e-6
     """Learning rate at the end, not scaled."""
-    warmup_lr: float = 1e-6
-    """Learning rate at the start of the warm-up, not scaled."""
+    warmup_lr: float = 0.0
+    """Learning rate at the start of the warm-up, not scaled. The published code ignores its flag of this name."""
     warmup_epochs: int = 20
     """Epochs over which the learning rate rises; a fifth of the run where that has no more epochs than these."""
     weight_decay: float = 0.05
@@ -73,7 +73,8 @@ class FinetuneConfig:
     head_scale: float = 0.001
     """Factor on the classifier's first weights."""
     freeze_blocks: int = 0
-    """Blocks, from the first, that are not trained, nor is what comes before them."""
+    """Blocks, from the first, that are not trained, nor is what comes before them or what they share with others (a
+    relative position bias of all blocks)."""
     from_finetuned: bool = False
     """Start from a checkpoint that has a classifier already, so has been trained with labels (intermediate
     fine-tuning, or a second run at a larger size)."""

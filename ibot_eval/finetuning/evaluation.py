@@ -17,6 +17,7 @@ from ibot_eval.data.loading import explain_worker_death, image_loader
 from ibot_eval.data.splits import ImageSplit, few
 from ibot_eval.data.transforms import EvalTransform
 from ibot_eval.errors import DataError
+from ibot_eval.finetuning.memory import explain_out_of_memory_in_evaluation
 from ibot_eval.image_pass import Precision, autocast, evaluating
 from ibot_eval.metrics.accuracy import target_ranks
 
@@ -78,6 +79,7 @@ def evaluate(
     Raises:
         BadImage: with 'stop'; on every rank.
         DataError: an image file that may not be read, a worker process that was killed, or logits that are not finite.
+        ConfigError: too little memory for ``batch_size`` images.
     """
     own, n = list(range(len(split)))[distributed.rank() :: distributed.world_size()], len(split)
     batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
@@ -96,7 +98,12 @@ def evaluate(
             pin_memory=device.type == "cuda",
             outlast=True,
         )
-        with explain_worker_death(), closing(loader), evaluating(*modules):
+        with (
+            explain_worker_death(),
+            explain_out_of_memory_in_evaluation(batch_size),
+            closing(loader),
+            evaluating(*modules),
+        ):
             for batch in loader:
                 if len(batch.indices):
                     # Not inference mode: what a network in training keeps of a pass may serve one with gradients.

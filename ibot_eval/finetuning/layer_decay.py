@@ -19,6 +19,8 @@ NET = "backbone.net."
 
 EMBEDDING = re.compile(r"(cls_token|reg_token|dist_token|mask_token|pos_embed)$|(patch_embed|norm_pre)\.")
 """Tokens, positions and the patch embedding: what comes before the first block."""
+OF_ALL_BLOCKS = re.compile(r"(rel_pos_bias|rope)\.")
+"""Positions that every block reads."""
 NOT_DECAYED = re.compile(r"(^|\.)(cls_token|reg_token|dist_token|mask_token|pos_embed|relative_position_bias_table)$")
 """Tokens and positions; biases and vectors (norms, LayerScale) are told by their names and shapes."""
 
@@ -53,7 +55,8 @@ def optimiser_groups(classifier: Classifier, decay: float, weight_decay: float) 
     """The trained parameters, grouped by layer and by whether weight decay applies.
 
     Biases, vectors (norms, LayerScale), tokens, absolute positions and tables of relative positions are not decayed.
-    BEiT's and iBOT's code decay those tables unless a flag says otherwise; Swin's never does.
+    BEiT's and iBOT's code decay those tables unless a flag says otherwise; Swin's never does. iBOT's copy of DeiT's
+    script (transfer, semi-supervised) decays tokens and positions too; DeiT's own does not.
 
     Args:
         classifier: parameters that need no gradient are left out.

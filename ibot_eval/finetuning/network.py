@@ -18,7 +18,7 @@ from ibot_eval.finetuning.adaptation import (
     set_drop_path,
     set_pooling,
 )
-from ibot_eval.finetuning.layer_decay import layer_of
+from ibot_eval.finetuning.layer_decay import NET, OF_ALL_BLOCKS, layer_of
 from ibot_eval.heads import ProjectionHead
 from ibot_eval.models import SwinBackbone
 from ibot_eval.models.transformer import TransformerBackbone
@@ -103,7 +103,8 @@ def build_classifier(
             position bias of its own, from 0, or from the one that all blocks shared, as BEiT's code does; networks
             that have some in every block keep them.
         head_layers: how many layers of the checkpoint's projection head to train between backbone and head.
-        freeze_blocks: how many of the first blocks, and with them the embedding, are not trained.
+        freeze_blocks: how many of the first blocks, and with them the embedding and what all blocks share, are not
+            trained.
         allow_finetuned: whether a checkpoint that has a classifier already may be fine-tuned further.
         keep_head: start from that classifier instead of a new one.
         seed: of the new head.
@@ -141,7 +142,9 @@ def build_classifier(
     classifier = Classifier(backbone, head, projection=projection, pooling=pooling)
     classifier.to(next(backbone.parameters()).device).requires_grad_(True).train()
     for name, parameter in classifier.named_parameters():
-        if freeze_blocks and layer_of(backbone, name) <= freeze_blocks:
+        # What a frozen block shares with others would change what it computes.
+        shared = OF_ALL_BLOCKS.match(name.removeprefix(NET))
+        if freeze_blocks and (shared or layer_of(backbone, name) <= freeze_blocks):
             parameter.requires_grad_(False)
     return classifier
 

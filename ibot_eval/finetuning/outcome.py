@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 NAMED_CLASSES = 40
 """Classes whose names still fit beside a confusion matrix."""
-
+WIDTH = 9.0
+"""Of the learning curves, inches."""
+MOST_ABREAST = 4
+"""Confusion matrices in a row."""
 FEW_POINTS = 20
 """As many values of a curve are drawn as points, too."""
 
@@ -36,7 +39,7 @@ def metrics(outcome: Outcome, about: Mapping[str, Any], class_names: Sequence[st
     n = len(tested.labels)
     params = {"selection": "last epoch" if reported.held_out is None else "held-out", "epoch": reported.epoch, **about}
     if reported.held_out is not None:
-        params["held_out_top1"] = reported.held_out
+        params["held_out_top1"] = round(reported.held_out, 4)
     for name, right in (("top1", tested.predicted == tested.labels), ("top5", tested.in_top5)):
         correct = int(right.sum())
         yield Metric(name, 100 * correct / n, params=params, n=n, interval=wilson(correct, n))
@@ -75,38 +78,70 @@ def _predictions(record: EvalRecord) -> dict[str, np.ndarray] | None:
 
 
 def _learning_curve(logs: Sequence[tuple[str, list[dict[str, Any]]]]) -> Figure:
+    from matplotlib.lines import Line2D
+
     from ibot_eval.figures import new_figure
 
-    figure = new_figure(9, 3.8 + 0.2 * len(logs))
+    names = _without_common_folders([run for run, _ in logs])
+    # As many columns as fit: at this size about twelve letters are an inch.
+    columns = max(1, int(WIDTH / (0.8 + max(map(len, names)) / 12)))
+    figure = new_figure(WIDTH, 3.8 + 0.2 * -(-len(logs) // columns))
     losses, accuracies = figure.subplots(1, 2)
-    for index, (run, rows) in enumerate(logs):
+    for name, colour, (_, rows) in zip(names, _colours(len(logs)), logs, strict=True):
         looks = [row for row in rows if row.get("event") == "epoch"]
         # All logs tell how many steps an epoch has: the first look does.
         per_epoch = looks[0]["step"] / looks[0]["epoch"] if looks else 1
-        look: dict[str, Any] = {"color": f"C{index % 10}"}
-        own = "" if len(logs) == 1 else f"{run}, "
+        look: dict[str, Any] = {"color": colour}
         steps = [row for row in rows if row.get("loss") is not None]
         # A line through one point is not seen.
-        shown: dict[str, Any] = look | {"marker": "." if len(steps) <= FEW_POINTS else "", "label": f"{own}train"}
+        shown: dict[str, Any] = look | {"marker": "." if len(steps) <= FEW_POINTS else "", "label": name}
         losses.plot([r["step"] / per_epoch for r in steps], [r["loss"] for r in steps], **shown)
         epochs = [row["epoch"] for row in looks]
-        losses.plot(epochs, [_number(r["test_loss"]) for r in looks], ":", label=f"{own}test", **look)
+        losses.plot(epochs, [_number(r["test_loss"]) for r in looks], ":", **look)
         accuracies.plot(epochs, [_number(r["test_top1"]) for r in looks], ":", marker=".", **look)
         if any(row["held_out_top1"] is not None for row in looks):
             held = [_number(row["held_out_top1"]) for row in looks]
-            accuracies.plot(epochs, held, marker=".", label=f"{own}held-out part of train", **look)
+            accuracies.plot(epochs, held, marker=".", **look)
     losses.set(xlabel="epoch", ylabel="loss (nats; train: smoothed and mixed labels)")
     accuracies.set(xlabel="epoch", ylabel="top-1 (%)")
-    figure.legend(loc="outside lower center", fontsize="small", ncols=3)
+    # Colours tell runs apart, and lines what was looked at: two short legends instead of their product.
+    for axes, solid in ((losses, "train"), (accuracies, "held-out part of train")):
+        drawn = {line.get_linestyle() for line in axes.lines}
+        styles = [(style, label) for style, label in (("-", solid), (":", "test")) if style in drawn]
+        handles = [Line2D([], [], linestyle=style, color="black", label=label) for style, label in styles]
+        axes.legend(handles=handles, fontsize="small")
+    if len(logs) > 1:
+        runs = [line for line in losses.lines if line.get_label() in names]
+        figure.legend(handles=runs, loc="outside lower center", fontsize="small", ncols=columns)
     return figure
+
+
+def _without_common_folders(names: Sequence[str]) -> list[str]:
+    """Runs of one sweep by their own names: ``lr-0.001`` instead of ``rates/sweep/lr-0.001``."""
+    own = [name.rpartition("/")[2] for name in names]
+    return own if len({name.rpartition("/")[0] for name in names}) == 1 else list(names)
+
+
+def _colours(count: int) -> list[Any]:
+    """As many different ones."""
+    from matplotlib import colormaps
+
+    if count <= 10:
+        return [f"C{index}" for index in range(count)]
+    return [tuple(colour) for colour in colormaps["turbo"](np.linspace(0, 1, count))]
 
 
 def _confusion(tables: Sequence[tuple[EvalRecord, dict[str, np.ndarray]]]) -> Figure:
     """A matrix per run: of the images of a class (row), the share that was given each class (column)."""
     from ibot_eval.figures import new_figure
 
-    figure = new_figure(5.5 * len(tables), 5)
-    for axes, (record, table) in zip(np.ravel(figure.subplots(1, len(tables))), tables, strict=True):
+    columns = min(len(tables), MOST_ABREAST)
+    rows = -(-len(tables) // columns)
+    figure = new_figure(5.5 * columns, 5 * rows)
+    places_of = np.ravel(figure.subplots(rows, columns))
+    for axes in places_of[len(tables) :]:
+        axes.remove()
+    for axes, (record, table) in zip(places_of, tables, strict=False):
         labels, predicted = table["label"], table["top1"]
         classes, places = np.unique(np.concatenate([labels, predicted]), return_inverse=True)
         counts = np.zeros((len(classes), len(classes)))
@@ -119,7 +154,8 @@ def _confusion(tables: Sequence[tuple[EvalRecord, dict[str, np.ndarray]]]) -> Fi
             texts = [str(names.get(int(c), c)) for c in classes]
             axes.set_xticks(range(len(classes)), texts, rotation=90, fontsize="x-small")
             axes.set_yticks(range(len(classes)), texts, fontsize="x-small")
-        axes.set(xlabel="predicted class", ylabel="class", title=record.run)
+        axes.set(xlabel="predicted class", ylabel="class")
+        axes.set_title(record.run, fontsize="medium", wrap=True)
         figure.colorbar(shown, ax=axes, label="images of the class (%)", shrink=0.8)
     return figure
 

@@ -76,10 +76,14 @@ def make_plan(config: FinetuneConfig, images: int, world_size: int = 1) -> Plan:
     if warmup >= steps:
         warmup = steps // 5
         notices.append(
-            f"the warm-up is {warmup} of {steps} steps: the run has {config.epochs} epochs, too few for "
-            f"{config.warmup_epochs} of warm-up"
+            f"the warm-up is {warmup} of {steps} steps: the run has {config.epochs} "
+            f"{'epoch' if config.epochs == 1 else 'epochs'}, too few for {config.warmup_epochs} of warm-up"
         )
-    rates = cosine(
-        effective_lr(config, per_step), config.min_lr, steps, warmup_steps=warmup, warmup_start=config.warmup_lr
-    )
+    top = effective_lr(config, per_step)
+    if config.min_lr > top:
+        notices.append(
+            f"the learning rate rises, from {top:g} after the warm-up to --min-lr {config.min_lr:g} at the end: for "
+            f"steps of {per_step:,} images --lr {config.lr:g} is less than that, which does not go with the images"
+        )
+    rates = cosine(top, config.min_lr, steps, warmup_steps=warmup, warmup_start=config.warmup_lr)
     return Plan(config.epochs, per_epoch, batch_size, passes, per_step, rates, tuple(notices))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +20,7 @@ from ibot_eval.extraction import default_workers
 from ibot_eval.finetuning.augmentation import TrainTransform
 from ibot_eval.finetuning.config import MAY_CHANGE, FinetuneConfig
 from ibot_eval.finetuning.looking import Images
+from ibot_eval.finetuning.memory import explain_out_of_memory_for_weights
 from ibot_eval.finetuning.mixing import Mixing
 from ibot_eval.finetuning.network import Classifier, build_classifier
 from ibot_eval.finetuning.outcome import metrics
@@ -85,6 +86,7 @@ def finetune(
     plan = make_plan(config, len(images.train), distributed.world_size())
     mixing = Mixing(len(images.classes), mixup=config.mixup, cutmix=config.cutmix, smoothing=config.smoothing)
     with ExitStack() as stack:
+        stack.enter_context(explain_out_of_memory_for_weights())
         stack.enter_context(_off_the_device(loaded.backbone))
         classifier = build_classifier(
             loaded,
@@ -206,9 +208,17 @@ def _off_the_device(backbone: Backbone) -> Iterator[None]:
     backbone.cpu()
     try:
         yield
-    finally:
-        for place in places:
-            backbone.to(place)
+    except BaseException:
+        # Where memory ran out there is no room to go back to, and the first error says more than a second.
+        with suppress(RuntimeError):
+            _back(backbone, places)
+        raise
+    _back(backbone, places)
+
+
+def _back(backbone: Backbone, places: set[torch.device]) -> None:
+    for place in places:
+        backbone.to(place)
 
 
 def _check_precision(precision: str, device: torch.device) -> None:

@@ -100,7 +100,7 @@ def sweep(
             name,
             protocols[trial.name],
             replace(settings, output=replace(settings.output, name=trial.name)),
-            asked=session.asked,
+            asked=session.asked - {"sweep"},
             loaded=loaded,
             data=data,
             told=told,
@@ -178,9 +178,10 @@ def sweep_figures(*records: EvalRecord) -> dict[str, Figure]:
     if not tables:
         return {}
     runs = [run for record in records for run in (_runs(record) or [record])]
-    curves = outcome.figures(*runs)
+    # Who draws a sweep's folder gives its runs, which lie in it, as well.
+    curves = outcome.figures(*{run.folder: run for run in runs}.values()).items()
     drawn = {"accuracy_by_setting": _accuracy_by_setting(tables)}
-    return drawn | {name: figure for name, figure in curves.items() if name == "learning_curve"}
+    return drawn | {name: figure for name, figure in curves if name == "learning_curve"}
 
 
 def _runs(record: EvalRecord) -> list[EvalRecord]:
@@ -253,9 +254,13 @@ def _diverged(record: EvalRecord) -> bool:
 def _claim(path: Path, identity: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(identity, default=str))
     if path.exists():
-        compare_settings(json.loads(path.read_text(encoding="utf-8")), now)
-    else:
-        atomic_write_json(path, now)
+        # Test images, one of which may have been broken and replaced, matter once a run has been tested on them.
+        ended = any(record.status == "success" for folder in path.parent.iterdir() if (record := _loaded(folder)))
+        before = json.loads(path.read_text(encoding="utf-8"))
+        compare_settings(before, now, set() if ended else {"images.test"})
+        if before == now:
+            return
+    atomic_write_json(path, now)
 
 
 def _results(trial: Trial, record: EvalRecord) -> Iterator[Event]:

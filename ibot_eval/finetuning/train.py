@@ -113,7 +113,7 @@ def train(
     looks = Looks(images, device, precision, engine.batch_size)
     first, seconds_before, generators, replaced = 0, 0.0, None, 0
     seed_generators(seed + rank)  # drop path differs between ranks
-    found = state_to_go_on_from(states, FORMAT, identity)
+    found = state_to_go_on_from(states, FORMAT, identity, _may_differ)
     if found is not None:
         first, state = found
         network.load_weights(state["weights"])
@@ -257,6 +257,13 @@ def train(
         seconds=seconds,
         replaced=sum(distributed.gather_objects(replaced)),
     )
+
+
+def _may_differ(state: Mapping[str, Any]) -> set[str]:
+    """What the steps of a training state have not depended on, so that a run may go on with another."""
+    # A run that stopped at a broken image would else have to be begun anew, although all before was sound. How it
+    # treats such images mattered to no image that could be decoded, and test images are only looked at.
+    return {"bad_images"} if state["looks"]["all"] else {"bad_images", "images.test"}
 
 
 def _positions(classes: np.ndarray) -> Tensor:

@@ -14,6 +14,8 @@ from ibot_eval.errors import ConfigError, suggest
 
 HELD_OUT = 0.1
 """Share of train that runs of a sweep hold out where nothing else was asked for."""
+NONE = ("none",)
+"""The ``--sweep`` that asks for no sweep."""
 FIXED = ("sweep", "hold_out", "labels")
 """Settings that a sweep cannot change: what it is, and which images it chooses on."""
 
@@ -39,14 +41,20 @@ def parse_sweep(texts: Sequence[str], config_type: type) -> list[Trial]:
 
     Raises:
         ConfigError: a setting that does not exist, cannot be swept or comes twice; a value that it cannot have; no
-            value, or one that comes twice.
+            value, or one that comes twice; runs that would have one name.
     """
     hints = get_type_hints(config_type)
-    known = [name for name in hints if name not in FIXED]
+    pairs = {name for name, hint in hints.items() if get_origin(hint) is tuple}
+    known = [name for name in hints if name not in FIXED and name not in pairs]
     axes: dict[str, list[Any]] = {}
-    for text in texts:
+    for text in () if tuple(texts) == NONE else texts:
         given, _, values = text.partition("=")
         name = given.strip().removeprefix("--").replace("-", "_")
+        if name in pairs and name not in FIXED:
+            raise ConfigError(
+                f"--sweep: {name} takes several values at once, so it cannot be swept",
+                todo="make a run of each of them with --hold-out, and look at held_out_top1",
+            )
         if name not in known:
             raise ConfigError(f"--sweep: {given!r} is not a setting that can be swept", todo=suggest(name, known))
         if name in axes:
@@ -56,20 +64,35 @@ def parse_sweep(texts: Sequence[str], config_type: type) -> list[Trial]:
             raise ConfigError(f"--sweep gives {name} a value twice: {values}")
     # Of no setting there is one combination, which is no sweep.
     combinations = itertools.product(*axes.values()) if axes else ()
-    return [_trial(dict(zip(axes, values, strict=True))) for values in combinations]
+    trials = [_trial(dict(zip(axes, values, strict=True))) for values in combinations]
+    names = [trial.name for trial in trials]
+    # Runs of one name would share a folder, and the second would be taken for run already.
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"--sweep: several runs would be called {', '.join(twice)}", todo="sweep these values in runs of their own"
+        )
+    return trials
 
 
 def with_held_out(config: Config, asked: frozenset[str]) -> Config:
     """``config`` with a part of train held out where there is a sweep, which chooses on it.
+
+    ``--sweep none`` is no sweep, for recipes that have one.
 
     Args:
         config: has ``sweep`` and ``hold_out``.
         asked: names of the settings that the user gave by hand.
 
     Raises:
-        ConfigError: a sweep for which the user wants nothing held out.
+        ConfigError: a sweep of nothing, or one for which the user wants nothing held out.
     """
     settings: Any = config
+    if settings.sweep == NONE:
+        return replace(settings, sweep=())
+    if not settings.sweep and "sweep" in asked:
+        raise ConfigError(
+            "--sweep names no setting to try values of", todo="--sweep lr=8e-4,1e-3; without a sweep, --sweep none"
+        )
     if not settings.sweep or settings.hold_out > 0:
         return config
     if "hold_out" in asked:
@@ -86,7 +109,10 @@ def _trial(changes: dict[str, Any]) -> Trial:
 
 
 def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:g}"  # of six digits, which may be another number's as well
+    return short if float(short) == value else repr(value)
 
 
 def _value(text: str, hint: Any, name: str) -> Any:

@@ -73,7 +73,8 @@ def train_augmented_probe(
     check_same_on_ranks(identity)
     for role, split in (("train", train), ("test", test)):
         require_labels(split.labels, split.image_ids, role, "linear probing")
-    found = state_to_go_on_from(states, FORMAT, identity)
+    # What stopped at a broken image of train may go on without it: it mattered to none that could be decoded.
+    found = state_to_go_on_from(states, FORMAT, identity, lambda state: {"bad_images"})
 
     held, classes = hold_out(train.labels, settings.hold_out, seed), np.unique(train.labels)
     on_test = network.labelled(test, np.arange(len(test)), "test")

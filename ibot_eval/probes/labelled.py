@@ -95,7 +95,7 @@ def unknown_classes(labels: np.ndarray, known: np.ndarray, class_names: Sequence
     if not missing.any():
         return None
     return (
-        f"{missing.sum()} of {len(labels)} query images count as wrong, since {gallery} has none of their "
+        f"{missing.sum()} of {len(labels)} test images count as wrong, since {gallery} has none of their "
         f"{_named(labels[missing], class_names)}"
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ import torch
 from ibot_eval import distributed
 from ibot_eval.errors import CheckpointError, ConfigError
 from ibot_eval.files import TEMPORARY_SUFFIX, atomic_open
+
+GO_ON = "give the same command again (pretrain goes on with --resume auto)"
+"""What to do about a run that broke off, whichever command it was of."""
 
 _NAME = re.compile(r"step_(\d+)\.pt")
 
@@ -89,6 +92,8 @@ class TrainingCheckpoints:
             # What a killed process was writing; nobody else writes here.
             for left in self.folder.glob(f".step_*{TEMPORARY_SUFFIX}"):
                 left.unlink()
+            # States beyond --keep, of a run gone on with after the disk was full with a smaller one, make room now.
+            self._delete(self._sound(but=step)[: -self.keep])
             with atomic_open(self.path(step)) as file:
                 torch.save(state, file)
         except Exception as error:
@@ -99,18 +104,26 @@ class TrainingCheckpoints:
             there = (
                 f"the states after steps {self.steps()} are still there" if self.steps() else "none was saved before"
             )
+            # Who keeps one state only may have no such flag.
+            fewer = ", perhaps with --keep 1, which needs the least" if self.keep > 1 else ""
             raise CheckpointError(
                 f"the state after step {step} cannot be written: {reason.strerror or reason}; {there}",
                 where=str(self.folder),
-                todo="make room or repair the disk, then go on with --resume auto (--keep 1 needs the least)",
+                todo=f"make room or repair the disk, then {GO_ON}{fewer}",
             ) from reason
         self._damaged.discard(step)
-        others = [s for s in self.steps() if s != step and s not in self._damaged]
-        for old in {*others[: max(0, len(others) - self.keep + 1)], *self._damaged}:
+        others = self._sound(but=step)
+        self._delete({*others[: max(0, len(others) - self.keep + 1)], *self._damaged})
+        self._damaged.clear()
+
+    def _sound(self, but: int) -> list[int]:
+        return [step for step in self.steps() if step != but and step not in self._damaged]
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        for step in steps:
             # A file that cannot be deleted costs room, not the run.
             with suppress(OSError):
-                self.path(old).unlink()
-        self._damaged.clear()
+                self.path(step).unlink()
 
     def _newest_step(self) -> int | None:
         steps = self.steps()

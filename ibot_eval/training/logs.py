@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from ibot_eval import distributed
 from ibot_eval.errors import ConfigError, DataError
 from ibot_eval.files import atomic_write_bytes
+from ibot_eval.training.checkpoints import GO_ON
 
 Value = float | int | str | None
 
@@ -150,5 +151,5 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"the training log cannot be written: {error.strerror}",
         where=str(path),
-        todo="make room or repair the disk, then go on with --resume auto",
+        todo=f"make room or repair the disk, then {GO_ON}",
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -31,7 +32,10 @@ def check_same_on_ranks(identity: Mapping[str, Any]) -> None:
 
 
 def state_to_go_on_from(
-    states: TrainingCheckpoints, written_as: int, identity: Mapping[str, Any]
+    states: TrainingCheckpoints,
+    written_as: int,
+    identity: Mapping[str, Any],
+    may_differ: Callable[[Mapping[str, Any]], Collection[str]] = lambda state: (),
 ) -> tuple[int, dict[str, Any]] | None:
     """(steps done, state) of the newest training state, or None where there is none. A collective.
 
@@ -39,6 +43,7 @@ def state_to_go_on_from(
         states: with ``format`` and ``identity`` in each.
         written_as: the format that can be read.
         identity: JSON-like: what the run must have in common with its beginning.
+        may_differ: of a state, the names of what need not be, as for :func:`compare_settings`.
 
     Raises:
         CheckpointError: a state of another format, or one that cannot be read.
@@ -54,7 +59,7 @@ def state_to_go_on_from(
             where=str(states.path(step)),
             todo="go on with the version that wrote it, or start a new run",
         )
-    compare_settings(state["identity"], identity)
+    compare_settings(state["identity"], identity, may_differ(state))
     return found
 
 
@@ -71,7 +76,7 @@ def compare_settings(saved: Mapping[str, Any], now: Mapping[str, Any], may_diffe
     """
     before, after = dict(_flat(saved)), dict(_flat(now))
     differing = [
-        f"{name} (was {_shown(before, name)}, now {_shown(after, name)})"
+        f"{name} ({_difference(name, before, after)})"
         for name in dict.fromkeys([*before, *after])
         if before.get(name, _ABSENT) != after.get(name, _ABSENT) and not _allowed(name, may_differ)
     ]
@@ -99,6 +104,17 @@ def _plain(value: Any) -> Any:
 def _allowed(name: str, may_differ: Collection[str]) -> bool:
     parts = name.split(".")
     return any(".".join(parts[:n]) in may_differ for n in range(1, len(parts) + 1))
+
+
+def _difference(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    if _is_hash(before.get(name)) and _is_hash(after.get(name)):
+        # Nobody learns anything from the digits.
+        return "other images, or their files were changed" if name.startswith("images.") else "another file"
+    return f"was {_shown(before, name)}, now {_shown(after, name)}"
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def _shown(settings: Mapping[str, Any], name: str) -> str:
