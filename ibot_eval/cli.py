@@ -203,13 +203,18 @@ def start_processes(engine: EngineSettings, argv: list[str]) -> int:
 def run_protocol(name: str, argv: list[str]) -> int:
     """``ibot-eval PROTOCOL …``: parse, run (here or through the launcher), print."""
     kind, config, settings, asked = parse_protocol(name, argv)
+    protocol = kind(config)
+    if (text := protocol.instead(settings)) is not None:
+        if os.environ.get("RANK", "0") == "0":
+            print(text)
+        return 0
     if settings.engine.launch:
         return start_processes(settings.engine, [name, *argv])
 
     from ibot_eval import distributed, reporting, runner
 
     try:
-        record = runner.run(name, kind(config), runner.with_defaults(settings), asked=asked)
+        record = runner.run(name, protocol, runner.with_defaults(settings), asked=asked)
         if distributed.is_main():
             folder = settings.output.output / record.run
             print(record.as_json() if settings.output.json else reporting.run_table(record, folder))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ibot_eval.data.splits import Data
     from ibot_eval.data.transforms import EvalTransform
     from ibot_eval.record import EvalRecord
-    from ibot_eval.settings import DataSettings, EngineSettings
+    from ibot_eval.settings import DataSettings, EngineSettings, RunSettings
 
 Unit = Literal["%", "s", "images/s", "GB", "1", "h"]
 
@@ -150,6 +150,33 @@ class EvalProtocol(ABC, Generic[Config]):
         """
         return self
 
+    def roles(self) -> tuple[str, ...]:
+        """The splits that it needs."""
+        return ("train", "test")
+
+    def open(self, settings: DataSettings) -> Data:
+        """The data that ``--data`` names: labelled images, unless a protocol reads something else.
+
+        Called after :meth:`for_network`.
+
+        Raises:
+            UserError: as :func:`ibot_eval.data.opening.open_data`.
+        """
+        # Here, since the readers take a while to import, and a protocol's --help needs none of them.
+        from ibot_eval.data.opening import open_data
+
+        return open_data(settings, roles=self.roles())
+
+    def instead(self, settings: RunSettings) -> str | None:
+        """What to print in place of a run, for settings that ask for a check only; None for a run.
+
+        Called before a checkpoint is loaded or a folder made; ``settings`` may name no checkpoint.
+
+        Raises:
+            UserError: the check found what makes the run impossible; its text says all of it.
+        """
+        return None
+
     def as_published(self) -> bool:
         """Whether these settings are those of the published experiment; if not, no published number is shown."""
         return True
@@ -185,6 +212,9 @@ class FrozenProtocol(EvalProtocol[Config]):
     @abstractmethod
     def features(self) -> Sequence[FeatureRequest]:
         """The atomic outputs it needs, of which splits."""
+
+    def roles(self) -> tuple[str, ...]:
+        return tuple(sorted({request.split for request in self.features()}, reverse=True))
 
     def check(self, sizes: Mapping[str, int], session: Session) -> None:
         """Raises ConfigError for settings that these splits (role -> number of images) cannot serve.

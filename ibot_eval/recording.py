@@ -42,7 +42,7 @@ def describe_data(data: Data, settings: RunSettings, transform: EvalTransform) -
         },
         "classes": len(data.class_names),
         "class_to_idx": data.class_to_idx,
-        "transform": transform.describe(),
+        "transform": transform.describe() if data.transform is None else dict(data.transform),
         "skipped_images": {},
     }
 

@@ -30,8 +30,8 @@ COLUMNS: tuple[str, ...] = (
     "source",
 )
 
-PER_CLASS = "per_class_top1"
-"""There may be thousands of these; the record has them, and tables only their range."""
+PER_CLASS = "class"
+"""Metrics with this parameter may be thousands: the record has them, and the table of a run only their range."""
 
 
 def run_table(record: EvalRecord, folder: Path) -> str:
@@ -42,10 +42,12 @@ def run_table(record: EvalRecord, folder: Path) -> str:
         images,
         "",
         tabulate(
-            _metric_rows([m for m in record.metrics if m["name"] != PER_CLASS]), headers="keys", disable_numparse=True
+            _metric_rows([m for m in record.metrics if PER_CLASS not in m["params"]]),
+            headers="keys",
+            disable_numparse=True,
         ),
         "",
-        *_per_class([m for m in record.metrics if m["name"] == PER_CLASS]),
+        *_per_class([m for m in record.metrics if PER_CLASS in m["params"]]),
         *(f"note: {note}" for note in record.checkpoint.get("notes", [])),
         *(f"warning: {warning}" for warning in record.warnings),
         f"record: {folder / 'record.json'}",
@@ -54,11 +56,28 @@ def run_table(record: EvalRecord, folder: Path) -> str:
 
 
 def _per_class(metrics: Sequence[dict[str, Any]]) -> list[str]:
-    if not metrics:
-        return []
-    low, high = (pick(metrics, key=lambda m: m["value"]) for pick in (min, max))
-    ends = (f"{value_text(m)} % ({m['params'].get('class')})" for m in (low, high))
-    return [f"top-1 by class: {' to '.join(ends)}; the record has all {len(metrics)}", ""]
+    """A line for each metric and each set of its other parameters."""
+    shared = _shared_params(metrics)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for metric in metrics:
+        others = {k: v for k, v in metric["params"].items() if k != PER_CLASS and k not in shared}
+        title = f"{_CALLED.get(metric['name'], metric['name'])} by class"
+        groups.setdefault(" ".join([title, *(f"{k}={v}" for k, v in others.items())]), []).append(metric)
+    lines = [f"{title}: {_range_of(group)}; the record has all {len(group):,}" for title, group in groups.items()]
+    return [*lines, ""] if lines else []
+
+
+_CALLED = {"per_class_top1": "top-1"}
+
+
+def _range_of(metrics: Sequence[dict[str, Any]]) -> str:
+    known = [metric for metric in metrics if metric["value"] is not None]
+    if not known:
+        return "no class has a value"
+    ends = (pick(known, key=lambda m: m["value"]) for pick in (min, max))
+    text = " to ".join(f"{value_text(m)} {m['unit']} ({m['params'][PER_CLASS]})" for m in ends)
+    without = len(metrics) - len(known)
+    return f"{text}, none for {without:,} of them" if without else text
 
 
 def suite_table(records: Sequence[EvalRecord], folder: Path) -> str:

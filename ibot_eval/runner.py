@@ -16,7 +16,6 @@ from ibot_eval import distributed, provenance, published, registry
 from ibot_eval.atoms import resolve
 from ibot_eval.cache import BankCache
 from ibot_eval.checkpoint import LoadedCheckpoint, load_checkpoint
-from ibot_eval.data.opening import open_data
 from ibot_eval.data.splits import Data, ImageSplit
 from ibot_eval.data.transforms import EvalTransform, eval_transform
 from ibot_eval.errors import ConfigError, DataError, UserError
@@ -174,7 +173,7 @@ def _fill(
     protocol = protocol.for_network(loaded.backbone, transform, asked)
     record.config.update(asdict(protocol.config))
     with watch.phase("data"):
-        data = at_hand.data or distributed.everywhere(lambda: open_data(settings.data, roles=roles(protocol)))
+        data = at_hand.data or distributed.everywhere(lambda: protocol.open(settings.data))
     record.data = describe_data(data, settings, transform)
     record.warnings += data.warnings
     say([f"warning: {w}" for w in data.warnings], at_hand.told)
@@ -282,13 +281,6 @@ def available(
         else:
             usable.append(request)
     return usable, missing
-
-
-def roles(protocol: EvalProtocol[Any]) -> tuple[str, ...]:
-    """The splits that ``protocol`` needs."""
-    if isinstance(protocol, FrozenProtocol):
-        return tuple(sorted({request.split for request in protocol.features()}, reverse=True))
-    return ("train", "test")
 
 
 def _check_labels(banks: Mapping[FeatureRequest, FeatureBank], data: Data) -> None:

@@ -100,7 +100,7 @@ class Material:
         """The transform, the images and the features that a frozen ``member`` will ask for."""
         transform = eval_transform(member.settings.data, self.loaded.backbone)
         protocol: Any = member.protocol.for_network(self.loaded.backbone, transform, member.asked)
-        data = self.open(member.settings.data, runner.roles(protocol))
+        data = self.open(member.settings.data, protocol.roles())
         return transform, data, runner.available(protocol.features(), self.loaded)[0]
 
     @contextmanager

@@ -62,6 +62,18 @@ def test_a_run_of_many_classes_prints_their_range() -> None:
     assert "cat" not in text
 
 
+def test_classes_have_a_line_for_each_metric_and_those_without_a_value_are_counted() -> None:
+    of_classes = [
+        metric(0, 0.0, name=name, params={"head": "linear", "class": label}, interval=None) | {"value": value}
+        for name, values in (("miou", (50.0, None, 12.5)), ("macc", (None, None, None)))
+        for label, value in zip(("cat", "dog", "cow"), values, strict=True)
+    ]
+    text = run_table(record(metrics=[*record().metrics, *of_classes]), Path("runs/knn-a"))
+    assert "miou by class: 12.50 % (cow) to 50.00 % (cat), none for 1 of them; the record has all 3" in text
+    assert "macc by class: no class has a value; the record has all 3" in text
+    assert "dog" not in text
+
+
 def test_the_table_has_a_line_a_run_with_the_published_number() -> None:
     text = records_table([record(), FAILED])
     first, second = text.splitlines()[2:]

@@ -55,14 +55,25 @@ class FolderSplit(ImageSplit):
     def _fingerprint(self) -> str:
         folder = str(self.folder)  # a Path per file takes longer than looking at the file
         paths = (os.path.join(folder, image_id.removeprefix(self._prefix)) for image_id in self.image_ids)
-        if not self.content:
-            return hash_lines("files by stat", self._lines(map(_stat, paths)))
-        with ThreadPool(8) as pool:  # hashing and reading both release the interpreter's lock
-            return hash_lines("files by content", self._lines(pool.imap(_content, paths, chunksize=16)))
+        kind = "files by content" if self.content else "files by stat"
+        return hash_lines(kind, self._lines(file_marks(paths, content=self.content)))
 
     def _lines(self, marks: Iterable[str]) -> Iterator[str]:
         for image_id, mark, label in zip(self.image_ids, marks, self.labels, strict=True):
             yield f"{image_id}\0{mark}\0{label}"
+
+
+def file_marks(paths: Iterable[str], *, content: bool) -> Iterator[str]:
+    """What tells each file from a changed one: its bytes' sha256, or its size and modification time.
+
+    Raises:
+        DataError: a file that may not be looked at or read; one that is not there is marked as missing.
+    """
+    if not content:
+        yield from map(_stat, paths)
+        return
+    with ThreadPool(8) as pool:  # hashing and reading both release the interpreter's lock
+        yield from pool.imap(_content, paths, chunksize=16)
 
 
 def _stat(path: str) -> str:

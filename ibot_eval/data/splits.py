@@ -66,6 +66,8 @@ class Data:
     """What the reader of a result should know about the data."""
     data_name: str | None = None
     """The name publications use, where that is certain; None for a part of a data set."""
+    transform: dict[str, Any] | None = None
+    """What the record says of the images' way to the network, where that is not the evaluation transform."""
 
     @property
     def class_to_idx(self) -> dict[str, int]:
