@@ -90,7 +90,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 _ANY = frozenset(
     (
         *("checkpoint_blocks", "eval_every", "log_every", "keep", "save_minutes", "bootstrap", "draw", "check_data"),
-        *("train_batch", "warmup"),
+        "train_batch",
     )
 )
 """Settings that do not make a run another experiment than the published one; the whole batch is looked at apart."""
@@ -222,23 +222,15 @@ OF_CLASSIFICATION: Mapping[str, str] = {
 
 
 def _check(data: Data, settings: DataSettings) -> tuple[Report, frozenset[int]]:
-    """What there is to say of the annotations, and which test images cannot be decoded: nobody should learn of them
-    once hours have been spent on training. With ``bad_images`` "skip" they are noted, else an error."""
+    """What there is to say of the annotations, and which test images cannot be decoded."""
     from ibot_eval.data.annotated import AnnotatedSplit
-    from ibot_eval.data.annotation_report import Report, found
     from ibot_eval.data.coco_check import check_data
-    from ibot_eval.data.headers import undecodable
+    from ibot_eval.data.headers import check_decodable
 
-    report, test = check_data(data), data.splits["test"]
+    test = data.splits["test"]
     assert isinstance(test, AnnotatedSplit)
-    broken = undecodable(test.paths)
-    cases = [test.image_ids[index] for index in broken]
-    if settings.bad_images == "skip" and len(broken) < len(test):
-        findings = found("note", "images that cannot be decoded are left out of the test", cases)
-    else:
-        todo = "replace the files, or leave such images out with --bad-images skip"
-        findings = found("error", "images that cannot be decoded", cases, todo)
-    return report + Report(findings).within(test.name), frozenset(broken)
+    decoded, broken = check_decodable(test, settings.bad_images)
+    return check_data(data) + decoded, broken
 
 
 def check_detect(config: DetectConfig) -> None:

@@ -10,12 +10,14 @@ images are; --resize, --crop and --batch-size are of classification.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ibot_eval import distributed
+from ibot_eval.backbone import IMAGENET_MEAN, IMAGENET_STD
 from ibot_eval.errors import ConfigError
 from ibot_eval.protocol import EvalProtocol, Event, PublishedKey, Session
 from protocols.openmmlab.dense_config import PART, POSITIVE, RATE, DenseConfig, Range, at_least, check
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ibot_eval.backbone import Backbone
+    from ibot_eval.data.annotation_report import Report
     from ibot_eval.data.splits import Data
     from ibot_eval.data.transforms import EvalTransform
     from ibot_eval.record import EvalRecord
@@ -45,6 +48,13 @@ OTHERWISE: Mapping[str, tuple[float, float]] = {
     "setr-pup": (1e-3, 0.65),
 }
 """Of other networks: those of ViT-B/16."""
+DROPOUT: Mapping[str, float] = {"upernet": 0.1, "linear": 0.0, "setr-pup": 0.0}
+DROP_PATH, DROP_PATH_OF_LARGE = 0.1, 0.2
+INPUTS = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+"""ImageNet's, of all released segmentation configurations."""
+CLASSES_OF_ADE20K = 150
+SMALLEST = 16
+"""Pixels of a scaled image's shorter side."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +76,12 @@ class SegmentConfig(DenseConfig):
     layer_decay: float | None = None
     """Factor from each block's learning rate to that of the block before it; 1 for none. Default: the released one.
     UperNet: 0.9 for ViT-S, 0.95 for ViT-L; others 0.65, which is also the paper's for all."""
-    drop_path: float = 0.1
+    drop_path: float | None = None
     """Stochastic depth: probability of skipping the last block; it falls to 0 towards the first. A frozen backbone has
-    none."""
-    dropout: float = 0.1
-    """Probability of dropping a channel before a head's classifier: mmsegmentation's default."""
+    none. Default: the released one, 0.2 for ViT-L and 0.1 for others."""
+    dropout: float | None = None
+    """Probability of dropping a channel before a head's classifier. Default: the released one, 0.1 for UperNet and 0
+    for the other heads."""
     warmup: int = 1500
     """Steps over which the learning rate rises; it falls linearly to 0 over the whole run. Default in runs of less than
     15,000 steps: a tenth of the run."""
@@ -116,6 +127,8 @@ class Segment(EvalProtocol[SegmentConfig]):
         check_segment(config)
         self.architecture: str | None = None
         self.inputs: dict[str, Any] = {}
+        self.labels: tuple[int, bool, int] | None = None
+        """Number of classes, whether 0 means none, and what else does; known once the data are open."""
 
     def for_network(self, backbone: Backbone, transform: EvalTransform, asked: frozenset[str]) -> Self:
         """The sizes and rates that were left open.
@@ -131,6 +144,12 @@ class Segment(EvalProtocol[SegmentConfig]):
         warmup = own.warmup if "warmup" in asked else min(own.warmup, own.iterations // 10)
         if warmup >= own.iterations:
             raise ConfigError(f"--warmup {warmup} does not end before --iterations {own.iterations}")
+        side = own.short_side or own.crop_size
+        for name, factor in (("random-scale", own.random_scale[0]), ("scales", min(own.scales, default=1.0))):
+            if side * factor < SMALLEST:
+                raise ConfigError(
+                    f"--{name} {factor:g} of a shorter side of {side} pixels is less than {SMALLEST}: nothing to see"
+                )
         rate, decay = PUBLISHED.get((own.head, backbone.architecture), OTHERWISE[own.head])
         resolved = type(self)(
             replace(
@@ -138,7 +157,9 @@ class Segment(EvalProtocol[SegmentConfig]):
                 lr=rate if own.lr is None else own.lr,
                 warmup=warmup,
                 layer_decay=decay if own.layer_decay is None else own.layer_decay,
-                short_side=own.short_side or own.crop_size,
+                drop_path=drop_path(backbone.architecture) if own.drop_path is None else own.drop_path,
+                dropout=DROPOUT[own.head] if own.dropout is None else own.dropout,
+                short_side=side,
                 stride=own.stride or max(1, own.crop_size * 2 // 3),
             )
         )
@@ -153,18 +174,21 @@ class Segment(EvalProtocol[SegmentConfig]):
             MissingExtra: mmengine, mmcv-lite, mmdet or mmsegmentation is not installed.
             UserError: no such data, or annotations that cannot be trained on.
         """
-        from ibot_eval.data.label_map_check import check_data
+        from ibot_eval.data.label_maps import LabelMapSplit
         from ibot_eval.recording import say
         from protocols.openmmlab import ready
 
         ready.prepare()
         data = self._opened(settings)
-        # The check decodes every label map, so one process does it; the runner hands its errors to the others.
-        if distributed.is_main():
-            report = check_data(data)
-            report.stop_at_errors(str(settings.data))
-            say([report.overview()])
-            data.warnings += report.notes
+        # One process decodes every label map and test image.
+        report, broken = distributed.from_main(lambda: _check(data, settings))
+        report.stop_at_errors(str(settings.data))
+        say([report.overview()])
+        data.warnings += report.notes
+        test = data.splits["test"]
+        assert isinstance(test, LabelMapSplit)
+        self.labels = (len(test.class_names), test.reduce_zero_label, test.ignore_index)
+        data.splits["test"] = test.take([index for index in range(len(test)) if index not in broken])
         sizes = ("crop_size", "short_side", "random_scale", "photometric", "inference", "stride", "scales", "test_flip")
         data.transform = {**{name: getattr(self.config, name) for name in sizes}, **self.inputs}
         return data
@@ -181,9 +205,7 @@ class Segment(EvalProtocol[SegmentConfig]):
 
             ready.require()
             return None
-        from ibot_eval.data.label_map_check import check_data
-
-        report = check_data(self._opened(settings.data))
+        report, _ = _check(self._opened(settings.data), settings.data)
         report.stop_at_errors(str(settings.data.data), whole=True)
         return report.text()
 
@@ -211,6 +233,10 @@ class Segment(EvalProtocol[SegmentConfig]):
             and (own.freeze_blocks == 0 or own.head == "linear")
             and (own.short_side, own.stride, own.scales, own.test_flip) == (512, 341, (), False)
             and own.lr == wanted[0]
+            and own.dropout == DROPOUT[own.head]
+            and (own.drop_path == drop_path(self.architecture) or own.head == "linear")
+            and {name: tuple(value) for name, value in self.inputs.items()} == INPUTS
+            and self.labels == (CLASSES_OF_ADE20K, True, SegmentConfig.ignore)
             and (own.layer_decay in decays or own.head == "linear")
             and own.train_batch * distributed.world_size() == PUBLISHED_BATCH
         )
@@ -237,6 +263,11 @@ class Segment(EvalProtocol[SegmentConfig]):
         return figures(*records)
 
 
+def drop_path(architecture: str | None) -> float:
+    """Of the released configurations."""
+    return DROP_PATH_OF_LARGE if (architecture or "").startswith("vit-l") else DROP_PATH
+
+
 REDUCE_ZERO: Mapping[str, Any] = {"auto": "auto", "yes": True, "no": False}
 OF_CLASSIFICATION: Mapping[str, str] = {
     "crop": "--crop-size is the side of the training crops",
@@ -245,10 +276,22 @@ OF_CLASSIFICATION: Mapping[str, str] = {
 }
 
 
+def _check(data: Data, settings: DataSettings) -> tuple[Report, frozenset[int]]:
+    """What there is to say of the label maps, and which test images cannot be decoded."""
+    from ibot_eval.data.annotated import AnnotatedSplit
+    from ibot_eval.data.headers import check_decodable
+    from ibot_eval.data.label_map_check import check_data
+
+    test = data.splits["test"]
+    assert isinstance(test, AnnotatedSplit)
+    decoded, broken = check_decodable(test, settings.bad_images)
+    return check_data(data) + decoded, broken
+
+
 def check_segment(config: SegmentConfig) -> None:
     """Raises ConfigError for settings that are out of range or contradict each other, before anything is read."""
     check(config, _RANGES)
-    for name, (fits, needed) in {"lr": POSITIVE, "layer_decay": RATE}.items():
+    for name, (fits, needed) in {"lr": POSITIVE, "layer_decay": RATE, "drop_path": PART, "dropout": PART}.items():
         value = getattr(config, name)
         if value is not None and not fits(value):
             raise ConfigError(f"--{name.replace('_', '-')} {value}: {needed}")
@@ -264,7 +307,7 @@ def check_segment(config: SegmentConfig) -> None:
 _RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("iterations", "train_batch"), at_least(1)),
     "crop_size": at_least(32),
-    **dict.fromkeys(("weight_decay", "warmup", "stride", "channels", "ignore", "short_side"), at_least(0)),
+    "short_side": (lambda side: side == 0 or 32 <= side < math.inf, "it is 32 or above, or 0"),
+    **dict.fromkeys(("weight_decay", "warmup", "stride", "channels", "ignore"), at_least(0)),
     **dict.fromkeys(("random_scale", "scales"), POSITIVE),
-    **dict.fromkeys(("drop_path", "dropout"), PART),
 }

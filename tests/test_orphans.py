@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,43 @@ def test_a_process_ends_with_the_launcher_that_started_it_only(ours: bool) -> No
     finally:
         if _runs(child):
             os.kill(child, signal.SIGKILL)
+
+
+LOADER_CODE = """
+import os, signal, sys
+from multiprocessing import active_children
+from pathlib import Path
+import numpy as np
+from PIL import Image
+from ibot_eval.data.folders import FolderSplit
+from ibot_eval.data.loading import image_loader
+from ibot_eval.data.transforms import EvalTransform
+
+Image.new("RGB", (256, 256)).save(sys.argv[1] + "/a.png")
+split = FolderSplit("split", Path(sys.argv[1]), ["a.png"] * 40, np.zeros(40, np.int64))
+# Batches larger than a pipe holds, which nobody takes.
+batches = image_loader(split, EvalTransform(256, 256, "bicubic", (0,) * 3, (1,) * 3), [[i] for i in range(40)], 2,
+                       outlast={outlast})
+next(batches)
+print(*(p.pid for p in active_children()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("outlast", [True, False])
+def test_loading_processes_end_with_the_run_that_is_killed(tmp_path: Path, outlast: bool) -> None:
+    code = LOADER_CODE.replace("{outlast}", str(outlast))
+    run = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    # Not to its end, which comes with that of the workers.
+    workers = [int(number) for number in run.stdout.readline().split()]
+    run.wait()
+    assert len(workers) == 2
+    try:
+        assert all(_gone_within(worker, 10) for worker in workers)
+    finally:
+        for worker in filter(_runs, workers):
+            os.kill(worker, signal.SIGKILL)
 
 
 def _gone_within(process: int, seconds: float) -> bool:

@@ -15,6 +15,7 @@ from ibot_eval.errors import ConfigError, DataError
 from ibot_eval.settings import DataSettings, RunSettings
 from protocols.openmmlab.segmentation_pictures import draw_example, palette_of
 from protocols.segment import Segment, SegmentConfig
+from tests.dense import prepared
 from tests.dense_data import label_map_folder
 from tests.fakes import FakeBackbone
 
@@ -31,6 +32,8 @@ TRANSFORM = EvalTransform(224, 224, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.2
         ({"crop_size": 16}, "--crop-size 16"),
         ({"stride": 600}, "--stride 600 is larger than --crop-size 512"),
         ({"random_scale": (2.0, 0.5)}, "--random-scale 2.0 0.5"),
+        ({"drop_path": 1.0}, "--drop-path 1.0"),
+        ({"short_side": 1}, "--short-side 1: it is 32 or above, or 0"),
         ({"scales": (0.5, 0.0)}, "--scales 0.0: it must be above 0"),
         ({"bootstrap": -1}, "--bootstrap -1"),
         ({"config": Path("nowhere.py")}, "--config nowhere.py: there is no such file"),
@@ -61,6 +64,54 @@ def test_what_is_left_open_is_filled_in() -> None:
     assert (own.short_side, own.warmup, own.lr) == (64, 100, 1.0)
     with pytest.raises(ConfigError, match="--warmup 200 does not end before --iterations 200"):
         resolved(frozenset({"warmup"}), warmup=200, iterations=200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"random_scale": (0.1, 1.0)}, "--random-scale 0.1 of a shorter side of 80 pixels is less than 16"),
+        ({"scales": (1.0, 0.01)}, "--scales 0.01 of a shorter side of 80 pixels"),
+    ],
+)
+def test_images_are_not_scaled_to_nothing(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolved(short_side=80, **changes)
+
+
+@pytest.mark.parametrize(
+    ("head", "architecture", "dropout", "drop_path"),
+    [
+        ("upernet", "vit-b/16", 0.1, 0.1),
+        ("upernet", "vit-l/16", 0.1, 0.2),
+        ("linear", "vit-b/16", 0.0, 0.1),
+        ("setr-pup", "vit-b/16", 0.0, 0.1),
+    ],
+)
+def test_what_is_dropped_is_as_released_unless_it_is_asked_for(
+    head: Any, architecture: str, dropout: float, drop_path: float
+) -> None:
+    net = FakeBackbone()
+    net.architecture = architecture
+    own = Segment(SegmentConfig(head=head)).for_network(net, TRANSFORM, frozenset()).config
+    assert (own.dropout, own.drop_path) == (dropout, drop_path)
+    own = Segment(SegmentConfig(head=head, dropout=0.4, drop_path=0.3)).for_network(net, TRANSFORM, frozenset()).config
+    assert (own.dropout, own.drop_path) == (0.4, 0.3)
+
+
+def test_a_test_image_that_breaks_off_is_found_before_training_or_left_out(tmp_path: Path) -> None:
+    prepared()
+    folder = label_map_folder(tmp_path, 3, 3)
+    file = folder / "images" / "validation" / "0001.jpg"
+    # Only its header is left, and some of the pixels.
+    file.write_bytes(file.read_bytes()[:1500])
+    said = r"validation: images that cannot be decoded: 1 \(validation/0001\.jpg\)"
+    with pytest.raises(DataError, match=said):
+        checked(folder)
+    with pytest.raises(DataError, match=said):
+        Segment(SegmentConfig()).open(DataSettings(data=str(folder)))
+    data = Segment(SegmentConfig()).open(DataSettings(data=str(folder), bad_images="skip"))
+    assert list(data.splits["test"].image_ids) == ["validation/0000.jpg", "validation/0002.jpg"]
+    assert any("left out of the test: 1 (validation/0001.jpg)" in warning for warning in data.warnings)
 
 
 def checked(folder: Path, **changes: Any) -> str | None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from ibot_eval import cli, recipes
+from ibot_eval.backbone import IMAGENET_MEAN, IMAGENET_STD
 from ibot_eval.published import lookup
 from ibot_eval.settings import RunSettings
 from protocols import segment
@@ -40,7 +41,9 @@ class Network:
 
 
 class Transform:
-    mean, std = (0.5,) * 3, (0.25,) * 3
+    """ImageNet's, as of iBOT's checkpoints."""
+
+    mean, std = IMAGENET_MEAN, IMAGENET_STD
 
 
 def protocol_of(name: str, monkeypatch: pytest.MonkeyPatch, processes: int = 8) -> tuple[segment.Segment, Any]:
@@ -50,7 +53,9 @@ def protocol_of(name: str, monkeypatch: pytest.MonkeyPatch, processes: int = 8) 
     monkeypatch.setattr(segment.distributed, "world_size", lambda: processes)
     network: Any = Network(architecture)
     transform: Any = Transform()
-    return segment.Segment(call.config).for_network(network, transform, frozenset(call.asked)), call.settings.output
+    protocol = segment.Segment(call.config).for_network(network, transform, frozenset(call.asked))
+    protocol.labels = (150, True, 255)
+    return protocol, call.settings.output
 
 
 def test_all_that_is_published_is_there() -> None:
@@ -141,9 +146,11 @@ def test_rates_are_the_released_ones(name: str, rate: float, decay: float, monke
         ("vitb16_setr_pup", 0.0, 0.1),
     ],
 )
-def test_what_is_dropped_is_as_released(name: str, dropout: float, drop_path: float) -> None:
+def test_what_is_dropped_is_as_released(
+    name: str, dropout: float, drop_path: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The linear configurations and mmsegmentation's of SETR-PUP drop nothing; iBOT's of ViT-L drops more blocks."""
-    own = cli.parse_protocol("segment", ["--recipe", f"segment/ade20k_{name}"]).config
+    own = protocol_of(f"segment/ade20k_{name}", monkeypatch)[0].config
     assert (own.dropout, own.drop_path) == (dropout, drop_path)
 
 
@@ -158,14 +165,33 @@ def test_what_is_dropped_is_as_released(name: str, dropout: float, drop_path: fl
         {"set": ("model.decode_head.channels=8",)},
         {"freeze_blocks": 2},
         {"inference": "whole"},
+        {"dropout": 0.0},
+        {"drop_path": 0.2},
     ],
 )
 def test_other_settings_show_no_published_number(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     protocol, out = protocol_of("segment/ade20k_vitb16_upernet", monkeypatch)
     changed = segment.Segment(segment.SegmentConfig(**{**vars(protocol.config), **changes}))
-    changed.architecture = protocol.architecture
+    changed.architecture, changed.inputs, changed.labels = protocol.architecture, protocol.inputs, protocol.labels
     assert found(protocol, out) == 50.0
     assert found(changed, out) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"labels": (151, False, 255)},
+        {"labels": (150, True, 0)},
+        {"inputs": {"mean": (0.5,) * 3, "std": (0.5,) * 3}},
+    ],
+)
+def test_other_data_and_inputs_show_no_published_number(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    protocol, out = protocol_of("segment/ade20k_vitb16_upernet", monkeypatch)
+    for name, value in changes.items():
+        setattr(protocol, name, value)
+    assert found(protocol, out) is None
 
 
 def test_a_class_of_its_own_has_no_published_number(monkeypatch: pytest.MonkeyPatch) -> None:

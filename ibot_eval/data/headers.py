@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from PIL import ExifTags, Image
 
-from ibot_eval.data.annotated import each
-from ibot_eval.data.annotation_report import Finding, found
+from ibot_eval.data.annotated import AnnotatedSplit, each
+from ibot_eval.data.annotation_report import Finding, Report, found
 from ibot_eval.data.images import load_rgb
 from ibot_eval.errors import BadImage
 
@@ -70,6 +70,22 @@ def undecodable(paths: Sequence[Path]) -> list[int]:
         return False
 
     return [index for index, bad in enumerate(each(broken, paths)) if bad]
+
+
+def check_decodable(split: AnnotatedSplit, bad_images: Literal["stop", "skip"]) -> tuple[Report, frozenset[int]]:
+    """What there is to say of images that cannot be decoded, and which they are.
+
+    For test images: nobody should learn of them once hours have been spent on training. With "skip" they are noted,
+    unless they are all there is; else they are an error.
+    """
+    broken = undecodable(split.paths)
+    cases = [split.image_ids[index] for index in broken]
+    if bad_images == "skip" and len(broken) < len(split):
+        findings = found("note", "images that cannot be decoded are left out of the test", cases)
+    else:
+        todo = "replace the files, or leave such images out with --bad-images skip"
+        findings = found("error", "images that cannot be decoded", cases, todo)
+    return Report(findings).within(split.name), frozenset(broken)
 
 
 def check_headers(paths: Sequence[Path], sizes: Sequence[Size], said: str) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ibot_eval.data.splits import ImageSplit
 from ibot_eval.errors import BadImage, DataError, UserError
+from ibot_eval.orphans import end_with
 
 
 class LoadedBatch(NamedTuple):
@@ -59,7 +61,7 @@ def image_loader(
         batch_sampler=[list(map(int, batch)) for batch in batches],
         num_workers=workers,
         collate_fn=_collate,
-        worker_init_fn=outlast_signals if outlast else None,
+        worker_init_fn=outlast_signals if outlast else end_with_parent,
         # Without a generator of its own the loader draws from the global one and changes what follows.
         generator=torch.Generator(),
     )
@@ -90,12 +92,21 @@ def stop_workers(stream: Iterator[Any]) -> None:
             stop()
 
 
-def outlast_signals(_: int) -> None:
+def end_with_parent(_: int) -> None:
+    """For the ``worker_init_fn`` of a loader: the worker ends with the process that it loads for, whatever ends that.
+
+    Torch's own watch is idle while a worker waits for its batch to be taken.
+    """
+    end_with(os.getppid())
+
+
+def outlast_signals(worker: int) -> None:
     """For the ``worker_init_fn`` of a loader in a loop that ends its step and saves before it stops.
 
     Terminals and schedulers send these signals to all processes of a run. The main one decides what follows, and to
-    save its state it needs the workers, whose death is an error; they end with it, whatever ends it.
+    save its state it needs the workers, whose death is an error; they end with it, as of :func:`end_with_parent`.
     """
+    end_with_parent(worker)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -107,8 +107,10 @@ def _learning_curve(logs: Sequence[tuple[str, list[dict[str, Any]]]]) -> Figure:
     # Colours tell runs apart, and lines what was looked at: two short legends instead of their product.
     for axes, solid in ((losses, "train"), (accuracies, "held-out part of train")):
         drawn = {line.get_linestyle() for line in axes.lines}
-        styles = [(style, label) for style, label in (("-", solid), (":", "test")) if style in drawn]
-        handles = [Line2D([], [], linestyle=style, color="black", label=label) for style, label in styles]
+        lines: tuple[tuple[Literal["-", ":"], str], ...] = (("-", solid), (":", "test"))
+        handles = [
+            Line2D([], [], linestyle=style, color="black", label=label) for style, label in lines if style in drawn
+        ]
         axes.legend(handles=handles, fontsize="small")
     if len(logs) > 1:
         runs = [line for line in losses.lines if line.get_label() in names]

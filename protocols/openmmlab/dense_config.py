@@ -42,7 +42,8 @@ class DenseConfig:
     """Only check the annotations and show how often each class occurs."""
     config: Path | None = None
     """Configuration in the format of OpenMMLab, such as the mmengine_config.py of an earlier run, in place of the one
-    these flags describe. Data, classes, checkpoint, seed and evaluation still come from the flags."""
+    these flags describe. Data, classes, checkpoint, seed and evaluation still come from the flags. A .py file is code
+    that is run: give only files that you trust."""
     set: tuple[str, ...] = ()
     """Changes to that configuration, such as model.neck.num_outs=4 train_dataloader.batch_size=2."""
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cv2
+
 from ibot_eval import distributed
 from ibot_eval.errors import ConfigError
 from ibot_eval.extraction import default_workers
@@ -91,6 +93,13 @@ def carry_out(run: DenseRun, config: DenseConfig, session: Session) -> Generator
     return Outcome(trained.results, files)
 
 
+_OF_VALUES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    cv2.error,
+)
+"""What wrong values in a configuration lead to."""
+
+
 @contextmanager
 def _explain_changes(config: DenseConfig, written: Path) -> Iterator[None]:
     """What only shows in a step of training or testing, where the configuration was changed by hand.
@@ -100,7 +109,7 @@ def _explain_changes(config: DenseConfig, written: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except _OF_VALUES as error:
         if config.config is None and not config.set:
             raise
         raise ConfigError(

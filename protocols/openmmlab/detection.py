@@ -143,6 +143,6 @@ def _schedule(steps: Sequence[int], epochs: int, warmup: int) -> list[dict[str, 
         "milestones": list(steps),
         "gamma": 0.1,
     }
-    # mmengine takes no warm-up of no length.
-    rises = {"type": "LinearLR", "start_factor": 0.001, "by_epoch": False, "begin": 0, "end": warmup}
+    # mmengine takes no warm-up of no length, and reaches the whole rate one iteration before ``end``.
+    rises = {"type": "LinearLR", "start_factor": 0.001, "by_epoch": False, "begin": 0, "end": warmup + 1}
     return [rises, falls] if warmup else [falls]

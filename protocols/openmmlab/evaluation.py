@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -52,6 +53,22 @@ class Evaluation:
             prefix = f"{metric.prefix}/" if metric.prefix else ""
             results |= {prefix + name: value for name, value in found.items()}
         return results
+
+    @torch.no_grad()
+    def try_out(self, model: Any) -> None:
+        """Takes the first batch through ``model`` and forgets it, so that settings which do not work in testing are
+        found before hours of training. A collective; leaves ``model`` in the mode that it was in."""
+        training = model.training
+        model.eval()
+
+        def first() -> None:
+            with explain_worker_death(), closing(self.data.batches()) as batches, autocast(self.precision, self.device):
+                for batch in batches:
+                    model.test_step(batch)
+                    return
+
+        distributed.everywhere(first)
+        model.train(training)
 
     @torch.no_grad()
     def _predict(self, model: Any, shown: bool) -> None:

@@ -149,6 +149,8 @@ def configuration(
     assert session.loaded is not None
     assert config.lr is not None
     assert config.layer_decay is not None
+    assert config.drop_path is not None
+    assert config.dropout is not None
     parts = Parts(config, session, norm=True)
     linear = config.head == "linear"
     backbone = parts.backbone(0.0 if linear else config.drop_path) | {"level_maps": config.head == "upernet"}

@@ -136,6 +136,8 @@ def train(
             )
         runner._train_loop = loop
         with quietly(folder / LOG), _explain_torch(data.batch_size, precision):
+            if tests is not None:
+                tests.try_out(plain(runner.model))
             runner.train()
             path, model = folder / MODEL, _settle_on_reported(runner)
             distributed.from_main(lambda: save_model(path, model, cfg, data.dataset.metainfo))
