@@ -81,6 +81,12 @@ class TestFiles:
         with pytest.raises(DataError, match=r"no split 'train'[\s\S]*'left', 'right'[\s\S]*--train-split"):
             opened_label_maps(tmp_path / "b")
 
+    def test_a_split_whose_label_maps_are_missing(self, tmp_path: Path) -> None:
+        root = label_map_folder(tmp_path)
+        shutil.rmtree(root / "annotations" / "validation")
+        with pytest.raises(DataError, match=r"images/validation has no label maps: .*/annotations/validation"):
+            opened_label_maps(root)
+
     def test_a_folder_without_splits_is_asked_for(self, tmp_path: Path) -> None:
         pair(tmp_path, "images/a.jpg", "labels/a.png")
         with pytest.raises(DataError, match=r"give --train-split \."):

@@ -59,6 +59,9 @@ def find_pairs(root: Path, role: str, asked: str | None) -> Pairs:
     usual = (asked, *_USUAL[role]) if asked in _USUAL[role] else _USUAL[role] if asked is None else (asked,)
     name = next((name for name in usual if name in there), None)
     if name is None:
+        lone = next(((images, labels) for images, labels in _lone_images(root) if images.name in usual), None)
+        if lone:
+            raise DataError(f"{lone[0]} has no label maps: there is no folder {lone[1]}", todo="put them there")
         wanted = asked or _USUAL[role][0]
         todo = f"{near(wanted, list(there))} (--{role}-split)"
         if list(there) == ["."]:
@@ -108,6 +111,17 @@ def find_splits(root: Path) -> dict[str, tuple[Path, Path]]:
             if pair:
                 found[name] = pair
     return found
+
+
+def _lone_images(root: Path) -> list[tuple[Path, Path]]:
+    """Folders of a split's images, and where its label maps should be and are not."""
+    pairs = [(root / a, root / b) for a in _IMAGES for b in _LABELS if (root / a).is_dir() and (root / b).is_dir()]
+    return [
+        (images / name, labels / name)
+        for images, labels in pairs[:1]
+        for name in visible_folders(images)
+        if not (labels / name).is_dir()
+    ]
 
 
 def _match(files: Sequence[str], maps: Sequence[str]) -> dict[str, str]:
