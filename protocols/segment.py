@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ibot_eval import distributed
-from ibot_eval.backbone import IMAGENET_MEAN, IMAGENET_STD
 from ibot_eval.errors import ConfigError
 from ibot_eval.protocol import EvalProtocol, Event, PublishedKey, Session
 from protocols.openmmlab.dense_config import PART, POSITIVE, RATE, DenseConfig, Range, at_least, check
+from protocols.openmmlab.released import (
+    CLASSES_OF_ADE20K,
+    DROPOUT,
+    INPUTS,
+    OTHERWISE,
+    PUBLISHED,
+    PUBLISHED_BATCH,
+    drop_path,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,27 +40,6 @@ if TYPE_CHECKING:
     from ibot_eval.record import EvalRecord
     from ibot_eval.settings import DataSettings, RunSettings
 
-PUBLISHED_BATCH = 16
-PUBLISHED: Mapping[tuple[str, str], tuple[float, float]] = {
-    ("upernet", "vit-s/16"): (3e-5, 0.9),
-    ("upernet", "vit-b/16"): (8e-5, 0.65),
-    ("upernet", "vit-l/16"): (2e-5, 0.95),
-    ("linear", "vit-s/16"): (3e-5, 1.0),
-    ("linear", "vit-b/16"): (8e-4, 1.0),
-    ("setr-pup", "vit-b/16"): (1e-3, 0.65),
-}
-"""Learning rate and layer decay of the released configurations by head and network; of SETR-PUP, BEiT's."""
-OTHERWISE: Mapping[str, tuple[float, float]] = {
-    "upernet": (8e-5, 0.65),
-    "linear": (8e-4, 1.0),
-    "setr-pup": (1e-3, 0.65),
-}
-"""Of other networks: those of ViT-B/16."""
-DROPOUT: Mapping[str, float] = {"upernet": 0.1, "linear": 0.0, "setr-pup": 0.0}
-DROP_PATH, DROP_PATH_OF_LARGE = 0.1, 0.2
-INPUTS = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
-"""ImageNet's, of all released segmentation configurations."""
-CLASSES_OF_ADE20K = 150
 SMALLEST = 16
 """Pixels of a scaled image's shorter side."""
 
@@ -151,13 +138,17 @@ class Segment(EvalProtocol[SegmentConfig]):
                     f"--{name} {factor:g} of a shorter side of {side} pixels is less than {SMALLEST}: nothing to see"
                 )
         rate, decay = PUBLISHED.get((own.head, backbone.architecture), OTHERWISE[own.head])
+        from ibot_eval.models import ResNetBackbone
+
+        # A ResNet has no drop path, so the released one is not for it.
+        usual_drop_path = 0.0 if isinstance(backbone, ResNetBackbone) else drop_path(backbone.architecture)
         resolved = type(self)(
             replace(
                 own,
                 lr=rate if own.lr is None else own.lr,
                 warmup=warmup,
                 layer_decay=decay if own.layer_decay is None else own.layer_decay,
-                drop_path=drop_path(backbone.architecture) if own.drop_path is None else own.drop_path,
+                drop_path=usual_drop_path if own.drop_path is None else own.drop_path,
                 dropout=DROPOUT[own.head] if own.dropout is None else own.dropout,
                 short_side=side,
                 stride=own.stride or max(1, own.crop_size * 2 // 3),
@@ -261,11 +252,6 @@ class Segment(EvalProtocol[SegmentConfig]):
         from protocols.openmmlab.segmentation_pictures import figures
 
         return figures(*records)
-
-
-def drop_path(architecture: str | None) -> float:
-    """Of the released configurations."""
-    return DROP_PATH_OF_LARGE if (architecture or "").startswith("vit-l") else DROP_PATH
 
 
 REDUCE_ZERO: Mapping[str, Any] = {"auto": "auto", "yes": True, "no": False}

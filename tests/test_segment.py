@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from timm.models.resnet import BasicBlock, ResNet
 
 from ibot_eval.data.transforms import EvalTransform
 from ibot_eval.errors import ConfigError, DataError
+from ibot_eval.models import ResNetBackbone
 from ibot_eval.settings import DataSettings, RunSettings
 from protocols.openmmlab.segmentation_pictures import draw_example, palette_of
 from protocols.segment import Segment, SegmentConfig
@@ -96,6 +98,13 @@ def test_what_is_dropped_is_as_released_unless_it_is_asked_for(
     assert (own.dropout, own.drop_path) == (dropout, drop_path)
     own = Segment(SegmentConfig(head=head, dropout=0.4, drop_path=0.3)).for_network(net, TRANSFORM, frozenset()).config
     assert (own.dropout, own.drop_path) == (0.4, 0.3)
+
+
+def test_a_resnet_has_no_drop_path_unless_it_is_asked_for() -> None:
+    net = ResNetBackbone(ResNet(BasicBlock, (1, 1, 1, 1), num_classes=0))
+    assert Segment(SegmentConfig()).for_network(net, TRANSFORM, frozenset()).config.drop_path == 0
+    # Refused once the network is built, since a ResNet cannot have any.
+    assert Segment(SegmentConfig(drop_path=0.1)).for_network(net, TRANSFORM, frozenset()).config.drop_path == 0.1
 
 
 def test_a_test_image_that_breaks_off_is_found_before_training_or_left_out(tmp_path: Path) -> None:
