@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ibot_eval.backbone import Backbone
-    from ibot_eval.data.annotation_report import Report
     from ibot_eval.data.splits import Data
     from ibot_eval.data.transforms import EvalTransform
     from ibot_eval.record import EvalRecord
@@ -139,18 +138,12 @@ class Detect(EvalProtocol[DetectConfig]):
             UserError: no such data, or annotations that cannot be trained on.
         """
         from ibot_eval.data.coco import open_coco
-        from ibot_eval.recording import say
+        from ibot_eval.data.coco_check import check_data
         from protocols.openmmlab import ready
+        from protocols.openmmlab.checked_data import checked
 
         ready.prepare()
-        data = open_coco(settings)
-        # One process reads the head of every image and decodes those of the test.
-        report, broken = distributed.from_main(lambda: _check(data, settings))
-        report.stop_at_errors(str(settings.data))
-        say([report.overview()])
-        data.warnings += report.notes
-        test = data.splits["test"]
-        data.splits["test"] = test.take([index for index in range(len(test)) if index not in broken])
+        data = checked(open_coco(settings), settings, check_data)
         data.transform = {
             **{name: getattr(self.config, name) for name in ("short_sides", "test_side", "long_side", "crops")},
             **self.inputs,
@@ -171,10 +164,10 @@ class Detect(EvalProtocol[DetectConfig]):
             ready.require()
             return None
         from ibot_eval.data.coco import open_coco
+        from ibot_eval.data.coco_check import check_data
+        from protocols.openmmlab.checked_data import said_of
 
-        report, _ = _check(open_coco(settings.data), settings.data)
-        report.stop_at_errors(str(settings.data.data), whole=True)
-        return report.text()
+        return said_of(open_coco(settings.data), settings.data, check_data)
 
     def published_key(self, name: str, metric: Mapping[str, Any], data: str) -> PublishedKey | None:
         """The AP of the published settings on COCO."""
@@ -219,18 +212,6 @@ OF_CLASSIFICATION: Mapping[str, str] = {
     "resize": "--short-sides and --test-side are the sizes of the images",
     "batch_size": "--train-batch and --test-batch are the images of a forward pass",
 }
-
-
-def _check(data: Data, settings: DataSettings) -> tuple[Report, frozenset[int]]:
-    """What there is to say of the annotations, and which test images cannot be decoded."""
-    from ibot_eval.data.annotated import AnnotatedSplit
-    from ibot_eval.data.coco_check import check_data
-    from ibot_eval.data.headers import check_decodable
-
-    test = data.splits["test"]
-    assert isinstance(test, AnnotatedSplit)
-    decoded, broken = check_decodable(test, settings.bad_images)
-    return check_data(data) + decoded, broken
 
 
 def check_detect(config: DetectConfig) -> None:

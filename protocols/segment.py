@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ibot_eval.backbone import Backbone
-    from ibot_eval.data.annotation_report import Report
     from ibot_eval.data.splits import Data
     from ibot_eval.data.transforms import EvalTransform
     from ibot_eval.record import EvalRecord
@@ -165,21 +164,16 @@ class Segment(EvalProtocol[SegmentConfig]):
             MissingExtra: mmengine, mmcv-lite, mmdet or mmsegmentation is not installed.
             UserError: no such data, or annotations that cannot be trained on.
         """
+        from ibot_eval.data.label_map_check import check_data
         from ibot_eval.data.label_maps import LabelMapSplit
-        from ibot_eval.recording import say
         from protocols.openmmlab import ready
+        from protocols.openmmlab.checked_data import checked
 
         ready.prepare()
-        data = self._opened(settings)
-        # One process decodes every label map and test image.
-        report, broken = distributed.from_main(lambda: _check(data, settings))
-        report.stop_at_errors(str(settings.data))
-        say([report.overview()])
-        data.warnings += report.notes
+        data = checked(self._opened(settings), settings, check_data)
         test = data.splits["test"]
         assert isinstance(test, LabelMapSplit)
         self.labels = (len(test.class_names), test.reduce_zero_label, test.ignore_index)
-        data.splits["test"] = test.take([index for index in range(len(test)) if index not in broken])
         sizes = ("crop_size", "short_side", "random_scale", "photometric", "inference", "stride", "scales", "test_flip")
         data.transform = {**{name: getattr(self.config, name) for name in sizes}, **self.inputs}
         return data
@@ -196,9 +190,10 @@ class Segment(EvalProtocol[SegmentConfig]):
 
             ready.require()
             return None
-        report, _ = _check(self._opened(settings.data), settings.data)
-        report.stop_at_errors(str(settings.data.data), whole=True)
-        return report.text()
+        from ibot_eval.data.label_map_check import check_data
+        from protocols.openmmlab.checked_data import said_of
+
+        return said_of(self._opened(settings.data), settings.data, check_data)
 
     def _opened(self, settings: DataSettings) -> Data:
         from ibot_eval.data.label_maps import open_label_maps
@@ -260,18 +255,6 @@ OF_CLASSIFICATION: Mapping[str, str] = {
     "resize": "--short-side is the shorter side of the images",
     "batch_size": "test images go through one by one; --train-batch is that of training",
 }
-
-
-def _check(data: Data, settings: DataSettings) -> tuple[Report, frozenset[int]]:
-    """What there is to say of the label maps, and which test images cannot be decoded."""
-    from ibot_eval.data.annotated import AnnotatedSplit
-    from ibot_eval.data.headers import check_decodable
-    from ibot_eval.data.label_map_check import check_data
-
-    test = data.splits["test"]
-    assert isinstance(test, AnnotatedSplit)
-    decoded, broken = check_decodable(test, settings.bad_images)
-    return check_data(data) + decoded, broken
 
 
 def check_segment(config: SegmentConfig) -> None:
