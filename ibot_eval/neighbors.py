@@ -127,12 +127,7 @@ def search_tiles(
         )
     if exclude_self and total != size:
         raise ValueError(f"exclude_self needs queries and gallery to be the same items: {total} and {size} rows")
-    if size <= exclude_self:
-        raise DataError("the gallery is empty" if not size else "the gallery has one item, which matches only itself")
-    if not 1 <= k <= size - exclude_self:
-        raise ConfigError(
-            f"{k} neighbours of a gallery of {size - exclude_self} items", todo=f"choose 1 to {size - exclude_self}"
-        )
+    _check_k(k, size, exclude_self)
     device = torch.device(device)
     if backend == "faiss" or device.type == "mps":
         device = torch.device("cpu")
@@ -157,6 +152,53 @@ def search_tiles(
             assert keys is not None
             similarities, indices = _decode(_descending(keys))
             yield rows, similarities.cpu().numpy(), indices.cpu().numpy()
+
+
+class Gallery:
+    """A gallery that stays on a device, for queries that come batch by batch: :func:`search` would read it each time.
+
+    Args:
+        features: (n, D) features, as for :func:`search`; by cosine.
+        k: 1 to n, the number of neighbours.
+        device: where to compute; for "mps" the CPU.
+        ids: names of the items for error messages.
+
+    Raises:
+        DataError: a feature that is NaN or infinite, naming the row; an empty gallery.
+        ConfigError: k outside of its range.
+    """
+
+    def __init__(
+        self, features: Features, k: int, *, device: torch.device | str = "cpu", ids: Sequence[str] | None = None
+    ) -> None:
+        size, self.width = _shape(features)
+        _check_k(k, size)
+        device = torch.device(device)
+        self.device = torch.device("cpu") if device.type == "mps" else device
+        self._ranker, self._k = _Torch(k, self.device), k
+        self._spans = _spans(size, self.width)
+        self._tiles = [_load(features, span, "cosine", self.device, "gallery item", ids) for span in self._spans]
+
+    def nearest(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """The k most similar items of every query. Not a collective: with several ranks each asks for its own.
+
+        Args:
+            queries: (B, D) float; a row of zeros has similarity 0 to everything.
+
+        Returns:
+            similarities (B, k) float32 and indices (B, k) int64 on the gallery's device; most similar first, ties by
+            index. NaN similarities to any items for a query that is not finite.
+        """
+        finite = torch.isfinite(queries).all(dim=1, keepdim=True).to(self.device)
+        queries = torch.where(finite, queries.to(self.device, torch.float32), 0)
+        queries = torch.nn.functional.normalize(queries, dim=1)
+        best = None
+        for span, items in zip(self._spans, self._tiles, strict=True):
+            keys = self._ranker.best(queries, items, None).sub_(span.start)
+            best = keys if best is None else _largest(torch.cat([best, keys], 1), self._k)
+        assert best is not None
+        similarities, indices = _decode(_descending(best))
+        return torch.where(finite, similarities, torch.nan), indices
 
 
 class _Torch:
@@ -282,6 +324,15 @@ def _descending(keys: Tensor) -> Tensor:
     if keys.device.type == "cpu":
         return torch.from_numpy(np.sort(keys.numpy(), axis=1)).flip(1)
     return keys.sort(dim=1, descending=True).values
+
+
+def _check_k(k: int, size: int, exclude_self: bool = False) -> None:
+    if size <= exclude_self:
+        raise DataError("the gallery is empty" if not size else "the gallery has one item, which matches only itself")
+    if not 1 <= k <= size - exclude_self:
+        raise ConfigError(
+            f"{k} neighbours of a gallery of {size - exclude_self} items", todo=f"choose 1 to {size - exclude_self}"
+        )
 
 
 def _spans(size: int, width: int) -> list[slice]:

@@ -233,3 +233,27 @@ def test_memory_does_not_grow_with_the_gallery(tmp_path):
     grown = subprocess.run([sys.executable, "-c", script, "200000"], capture_output=True, text=True, check=True).stdout
     # A normalised copy of this gallery would take 49 MB, all its products as much again.
     assert float(grown) < 15
+
+
+def test_a_gallery_that_stays_gives_what_search_gives(monkeypatch):
+    rng = np.random.default_rng(3)
+    items, queries = rng.normal(size=(300, 5)).astype(np.float32), rng.normal(size=(7, 5)).astype(np.float32)
+    items[40] = 0
+    queries[2] = 0
+    monkeypatch.setattr(neighbors, "GALLERY_TILE", 64)
+    expected = neighbors.search(queries, items, 9)
+    similarities, indices = neighbors.Gallery(items, 9).nearest(torch.from_numpy(queries))
+    np.testing.assert_array_equal(indices.numpy(), expected[1])
+    np.testing.assert_allclose(similarities.numpy(), expected[0], rtol=1e-6)
+    queries[1, 3], queries[4, 0] = np.nan, np.inf
+    similarities, indices = neighbors.Gallery(items, 9).nearest(torch.from_numpy(queries))
+    assert torch.isnan(similarities).all(1).tolist() == [False, True, False, False, True, False, False]
+    assert int(indices.min()) >= 0
+    assert int(indices.max()) < 300
+
+
+def test_a_gallery_refuses_what_search_refuses():
+    with pytest.raises(ConfigError, match="4 neighbours of a gallery of 3 items"):
+        neighbors.Gallery(np.eye(3), 4)
+    with pytest.raises(DataError, match="features of gallery item b are NaN"):
+        neighbors.Gallery(np.array([[1.0, 0], [np.nan, 1]]), 1, ids=["a", "b"])

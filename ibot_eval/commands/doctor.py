@@ -30,6 +30,7 @@ OPTIONAL = {
         "faiss",
     ),
     "datasets": ("--data hfds/NAME", "hfds"),
+    "imagecorruptions": ("corruptions --on-the-fly", "corruptions"),
 }
 
 
