@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ibot_eval.protocol import EvalProtocol
 
 Positional = tyro.conf.Positional
+Repeatable = tyro.conf.UseAppendAction
 
 T = TypeVar("T")
 
@@ -100,6 +101,7 @@ def overview() -> str:
         "  ibot-eval inspect --ckpt FILE                     what a checkpoint holds",
         "  ibot-eval knn --ckpt FILE --data FOLDER           k-NN accuracy; FOLDER has train/ and val/",
         "  ibot-eval pretrain --recipe pretrain/digits       train a small network on the embedded digits",
+        "  ibot-eval app                                     look at attention, patterns and results in a browser",
     ]
     return "\n".join(lines)
 

@@ -31,6 +31,7 @@ OPTIONAL = {
     ),
     "datasets": ("--data hfds/NAME", "hfds"),
     "imagecorruptions": ("corruptions --on-the-fly", "corruptions"),
+    "streamlit": ("ibot-eval app", "app"),
 }
 
 

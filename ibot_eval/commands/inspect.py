@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json as jsonlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from ibot_eval.errors import ConfigError
 from ibot_eval.settings import CheckpointSettings
+
+if TYPE_CHECKING:
+    from ibot_eval.checkpoint import LoadedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -30,20 +35,29 @@ class Inspect:
         from ibot_eval.cache import BankCache
         from ibot_eval.runner import load_any
 
-        loaded = load_any(self.checkpoint, BankCache(self.cache), seed=0)
-        report = loaded.report.as_dict()
-        backbone = loaded.backbone
-        report["cls_token"] = backbone.has_cls
-        report["mean"], report["std"] = list(backbone.mean), list(backbone.std)
-        if self.json:
-            print(jsonlib.dumps(report, indent=2))
-            return 0
-        del report["identity"]  # the same once more, for the keys of feature banks
-        print(tabulate(_rows(report), tablefmt="plain"))
+        report = described(load_any(self.checkpoint, BankCache(self.cache), seed=0))
+        print(jsonlib.dumps(report, indent=2) if self.json else tabulate(rows(report), tablefmt="plain"))
         return 0
 
 
-def _rows(report: dict[str, object], prefix: str = "") -> list[tuple[str, str]]:
+def described(loaded: LoadedCheckpoint) -> dict[str, Any]:
+    """All that is known of a checkpoint, JSON-ready."""
+    backbone = loaded.backbone
+    return {
+        **loaded.report.as_dict(),
+        "cls_token": backbone.has_cls,
+        "mean": list(backbone.mean),
+        "std": list(backbone.std),
+    }
+
+
+def rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What :func:`described` gave as lines of a table: what, and its value."""
+    # `identity` is the same once more, for the keys of feature banks.
+    return _rows({name: value for name, value in report.items() if name != "identity"})
+
+
+def _rows(report: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for name, value in report.items():
         title = prefix + name.replace("_", " ")
