@@ -8,7 +8,7 @@ TEST_ARGS ?= -n 2
 
 help:
 	@echo "make demo         install into .venv and run the embedded demonstration"
-	@echo "make test         install with the extras dense and test, and run the whole suite (TEST_ARGS='-k knn' narrows it)"
+	@echo "make test         install with the extras app, corruptions, dense and test, and run the whole suite (TEST_ARGS='-k knn' narrows it)"
 	@echo "make lint         ruff, pyright, import contracts"
 	@echo "make wheel-check  build the wheel and run ibot-eval from it in an empty folder"
 	@echo "make bench        speed and memory, as ratios within one run"
@@ -23,7 +23,7 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[dense,test]'
+	$(BIN)/python -m pip install --quiet --editable '.[app,corruptions,dense,test]'
 	@touch $@
 
 demo: $(VENV)/.installed
