@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ibot_eval.robustness.classifier import Classifier
     from ibot_eval.settings import DataSettings
 
+    _Part = tuple[str, int, list[str], Answers]
+
 SEVERITIES = (1, 2, 3, 4, 5)
 CLEAN = "clean"
 
@@ -149,8 +151,7 @@ class Corruptions(EvalProtocol[CorruptionsConfig]):
         made = self._corrupted if self.config.on_the_fly else self._stored
         errors: dict[str, dict[int, float]] = {}
         details: list[Metric] = []
-        ids: list[str] = []
-        labels, predicted = [], []
+        parts: list[_Part] = []
         voted = head_params(classifier) if classifier.about["head"] == "knn" else {}
         for corruption, level, named, found in made(classifier, reading, session):
             n, right = len(found.indices), int(found.right.sum())
@@ -162,12 +163,11 @@ class Corruptions(EvalProtocol[CorruptionsConfig]):
             if found.unreadable:
                 shown = f"{len(found.unreadable)} ({found.unreadable[0]} …)"
                 yield Warning(f"{corruption}/{level}: unreadable images, left out: {shown}")
-            ids += named
-            labels.append(found.labels)
-            predicted.append(found.predicted)
+            # Lists of the same names are kept once.
+            parts.append((corruption, level, parts[0][2] if parts and named == parts[0][2] else named, found))
         yield from self.summary(errors, voted)
         yield from details
-        yield Predictions(ids, {"label": np.concatenate(labels), "top1": np.concatenate(predicted)})
+        yield _predictions(parts)
 
     def summary(self, errors: Mapping[str, Mapping[int, float]], who: Mapping[str, Any]) -> Iterator[Event]:
         """mce, relative_mce and mean accuracies.
@@ -229,10 +229,8 @@ class Corruptions(EvalProtocol[CorruptionsConfig]):
         axes.set(xlabel="severity (0: clean)", ylabel="top-1 (%), mean over corruptions")
         return {"accuracy_by_severity": figure}
 
-    def _stored(
-        self, classifier: Classifier, reading: Reading, session: Session
-    ) -> Iterator[tuple[str, int, list[str], Answers]]:
-        """Corruption, severity, ids of the images that were read, and what was answered to them."""
+    def _stored(self, classifier: Classifier, reading: Reading, session: Session) -> Iterator[_Part]:
+        """Corruption, severity, names of the clean images that were read, and what was answered to them."""
         from ibot_eval.robustness.answers import answers
         from ibot_eval.robustness.stored import as_stored, checked
 
@@ -243,12 +241,10 @@ class Corruptions(EvalProtocol[CorruptionsConfig]):
             where = session if name == CLEAN else cropped
             split = split if name == CLEAN else checked(split, session, exact=False)
             found = answers(classifier, split, reading, where, name)
-            prefix = f"{CLEAN}/" if name == CLEAN else ""
-            yield corruption, int(level or 0), [prefix + split.image_ids[int(i)] for i in found.indices], found
+            own = f"{split.name}/"
+            yield corruption, int(level or 0), [split.image_ids[int(i)].removeprefix(own) for i in found.indices], found
 
-    def _corrupted(
-        self, classifier: Classifier, reading: Reading, session: Session
-    ) -> Iterator[tuple[str, int, list[str], Answers]]:
+    def _corrupted(self, classifier: Classifier, reading: Reading, session: Session) -> Iterator[_Part]:
         """Likewise, of images that are corrupted here."""
         from ibot_eval.robustness.answers import answers
         from ibot_eval.robustness.corrupted import CorruptedSplit
@@ -263,8 +259,23 @@ class Corruptions(EvalProtocol[CorruptionsConfig]):
             classifier, split, reading, replace(session, transform=crop_only(session.transform)), "corruptions"
         )
         for (corruption, level), part in split.each(found):
-            names = [f"{corruption}/{level}/{split.split.image_ids[int(i)]}" for i in part.indices]
-            yield corruption, level, names, part
+            yield corruption, level, [split.split.image_ids[int(i)] for i in part.indices], part
+
+
+def _predictions(parts: Sequence[_Part]) -> Predictions:
+    """A row per image and a column per corruption and severity; a row per corrupted image where not all of them are of
+    the same images."""
+    first, labels = parts[0][2], parts[0][3].labels
+    if all(names == first for _, _, names, _ in parts):
+        columns = {f"top1@corruption={name},severity={level}": found.predicted for name, level, _, found in parts}
+        return Predictions(first, {"label": labels, **columns})
+    ids = [
+        f"{name}/{image}" if name == CLEAN else f"{name}/{level}/{image}"
+        for name, level, names, _ in parts
+        for image in names
+    ]
+    joined = {"label": [found.labels for *_, found in parts], "top1": [found.predicted for *_, found in parts]}
+    return Predictions(ids, {name: np.concatenate(arrays) for name, arrays in joined.items()})
 
 
 def _folder(root: Path, name: str) -> str:

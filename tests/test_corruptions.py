@@ -13,6 +13,7 @@ import torch
 from ibot_eval import cli
 from ibot_eval.data.folders import FolderSplit
 from ibot_eval.errors import ConfigError, DataError, MissingExtra
+from ibot_eval.prediction_columns import column_of
 from ibot_eval.protocol import Metric, Warning
 from ibot_eval.record import EvalRecord, load_predictions
 from ibot_eval.robustness.answers import Answers
@@ -190,7 +191,13 @@ def test_on_the_fly_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Mo
     assert [m["value"] for m in one.metrics] == [m["value"] for m in two.metrics]
     assert {m["params"].get("severity") for m in one.metrics} == {0, 1, 2, 3, 4, 5, "mean", None}
     table = load_predictions(tmp_path / "runs" / "one" / "predictions.npz")
-    assert len(table["label"]) == 20 * 11
+    assert len(table["label"]) == 20
+    assert len([name for name in table if name.startswith("top1@")]) == 11
+    for metric in one.metrics:
+        column = column_of(metric, table)
+        if metric["name"] == "top1" and metric["params"]["severity"] != "mean":
+            assert column is not None
+            assert metric["value"] == pytest.approx(100 * (table[column] == table["label"]).mean())
 
 
 def test_stored_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +225,11 @@ def test_stored_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cli.main([*shared, "--name", "run"]) == 0
     record = EvalRecord.load(tmp_path / "runs" / "run")
     table = load_predictions(tmp_path / "runs" / "run" / "predictions.npz")
-    ids, wrong = table["image_ids"], table["top1"] != table["label"]
-    errors = {c: 100 * wrong[np.char.startswith(ids, f"{c}/")].mean() for c in ALEXNET}
+    assert table["image_ids"].tolist() == ["a/0.png", "b/1.png"]
+    wrong = {name: table[name] != table["label"] for name in table if name.startswith("top1@")}
+    errors = {
+        c: 100 * np.mean([wrong[f"top1@corruption={c},severity={level}"] for level in range(1, 6)]) for c in ALEXNET
+    }
     mce = next(m["value"] for m in record.metrics if m["name"] == "mce" and not m["params"])
     assert mce == pytest.approx(100 * np.mean([errors[c] / ALEXNET[c] for c in ALEXNET]))
     assert record.data["transform"]["resize"] is None

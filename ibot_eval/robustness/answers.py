@@ -180,5 +180,7 @@ def explain_memory(batch_size: int) -> Iterator[None]:
             raise
         raise ConfigError(
             f"memory ran out with --batch-size {batch_size}: {str(error).splitlines()[0]}",
-            todo=f"use --batch-size {max(1, batch_size // 2)}; the numbers stay the same",
+            todo=f"use --batch-size {batch_size // 2}; the numbers stay the same"
+            if batch_size > 1
+            else "choose a device with more free memory (other programs may hold it)",
         ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,10 +16,10 @@ from tqdm import tqdm
 from ibot_eval import distributed
 from ibot_eval.data.loading import explain_worker_death, image_loader
 from ibot_eval.data.splits import few
-from ibot_eval.errors import ConfigError, DataError
+from ibot_eval.errors import DataError
 from ibot_eval.extraction import check_loading, default_workers
-from ibot_eval.finetuning.memory import is_out_of_memory
 from ibot_eval.probes.labelled import unknown_classes
+from ibot_eval.robustness.answers import explain_memory
 
 if TYPE_CHECKING:
     from ibot_eval.data.splits import ImageSplit
@@ -134,7 +134,7 @@ def sweep(
             pin_memory=session.device.type == "cuda",
         )
         bar = _bar(len(split) * (1 + ways), name, session.progress and distributed.is_main())
-        with _explained(engine.batch_size), explain_worker_death(), closing(loader), bar, torch.inference_mode():
+        with explain_memory(engine.batch_size), explain_worker_death(), closing(loader), bar, torch.inference_mode():
             for batch in loader:
                 # Rank 0 speaks for all.
                 step = len(batch.indices) * world
@@ -184,19 +184,6 @@ def _check_finite(finite: Tensor, indices: Tensor, split: ImageSplit, precision:
         where=f"split {split.name!r}, precision {precision}",
         todo="use --precision fp32" if precision == "fp16" else "look at the checkpoint with `ibot-eval inspect`",
     )
-
-
-@contextmanager
-def _explained(batch_size: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"memory ran out with --batch-size {batch_size}: {str(error).splitlines()[0]}",
-            todo=f"use --batch-size {max(1, batch_size // 2)}; the numbers stay the same",
-        ) from error
 
 
 def _bar(total: int, name: str, shown: bool) -> tqdm[Any]:
