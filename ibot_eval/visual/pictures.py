@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -160,9 +161,11 @@ def source_of(
 
 def sample_sources() -> list[Source]:
     """The two photographs that come with scikit-learn: a Chinese temple and a flower."""
-    import sklearn.datasets
-
-    folder = Path(sklearn.datasets.__file__).parent / "images"
+    # Found, not imported: that takes seconds.
+    found = find_spec("sklearn")
+    assert found is not None
+    assert found.origin is not None
+    folder = Path(found.origin).parent / "datasets" / "images"
     return [open_path(folder / name) for name in ("china.jpg", "flower.jpg")]
 
 
