@@ -87,7 +87,10 @@ def _package(module: str, serves: str, absent: State, todo: str) -> Check:
     except Exception as error:  # noqa: BLE001 - a package that cannot be imported fails in its own ways
         return Check(module, "broken", f"cannot be imported: {error}", serves, todo)
     version = getattr(imported, "__version__", None)
-    return Check(module, "ok", str(version or metadata.version(module)), serves)
+    if version is None:
+        # A package may be installed under another name than its module has.
+        version = metadata.version(metadata.packages_distributions().get(module, [module])[0])
+    return Check(module, "ok", str(version), serves)
 
 
 def _devices() -> Iterator[Check]:
