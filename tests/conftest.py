@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,14 @@ SHARED = REPOSITORY.parent / "shared"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not here")
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+MAIN = sys.modules["__main__"]
+
+
+@pytest.fixture(autouse=True)
+def own_main() -> Iterator[None]:
+    """Streamlit's AppTest leaves its script as ``__main__``, which every process that a later test spawns would run."""
+    yield
+    sys.modules["__main__"] = MAIN
 
 
 @pytest.fixture(autouse=True)
