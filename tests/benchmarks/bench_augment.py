@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import repository  # noqa: F401
 import torch
 from PIL import Image
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import repository  # noqa: F401
 import torch
 
 from ibot_eval.checkpoint import load_checkpoint

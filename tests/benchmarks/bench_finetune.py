@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import repository  # noqa: F401
 import torch
 from timm.loss.cross_entropy import SoftTargetCrossEntropy
 

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import repository  # noqa: F401
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile

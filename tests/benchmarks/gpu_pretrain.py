@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import repository  # noqa: F401
 import torch
 from torch import Tensor
 

@@ -21,6 +21,7 @@ from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import repository  # noqa: F401
 import torch
 
 from ibot_eval import cli, recipes
