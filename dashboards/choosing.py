@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import streamlit as st
@@ -12,7 +14,7 @@ from dashboards.frame import mistake, plain
 from dashboards.gallery import Folder, Gallery, Samples
 from dashboards.given import Given
 from dashboards.link import Link
-from dashboards.uploads import PREFIX, TYPES, Uploads
+from dashboards.uploads import KEPT, PREFIX, TYPES, Uploads
 from ibot_eval.errors import BadImage, DataError, UserError
 from ibot_eval.visual.pictures import Source
 
@@ -22,8 +24,9 @@ AT_MOST = 12
 """Images at once, where several are chosen."""
 FIRST_SHOWN = 3
 """How many of them, before anything is chosen."""
-UPLOADED = "uploads"
-"""What the list of folders calls the uploads of this session."""
+UPLOADED = "/uploads"
+"""The uploads of this session in the list of folders; no folder below --data begins so."""
+GONE = f"The uploaded picture is no longer here: the last {KEPT} uploads are kept. Upload it again to see it."
 
 
 @st.cache_resource(show_spinner="Looking for images …")
@@ -58,7 +61,9 @@ def open_image(image: str) -> Source:
         BadImage: it cannot be decoded.
     """
     try:
-        return _opened(image, "" if is_upload(image) else gallery().stamp(image))
+        if is_upload(image):
+            return replace(_opened(image, ""), name=_name(image))
+        return _opened(image, gallery().stamp(image))
     except BadImage as error:
         # The core's advice is for data sets.
         raise BadImage(error.what, todo="choose another image, or replace the file") from error
@@ -82,26 +87,35 @@ def choose_image(link: Link, name: str = "image", label: str = "Image", *, defau
     Raises:
         DataError, BadImage: the image cannot be read.
     """
-    shown = gallery()
-    wanted = link.wanted(name) or ""
-    key = link.key(name)
-    mine: list[str] = [image for image in st.session_state.get(UPLOADED, []) if image in uploads()]
-    if wanted.startswith(PREFIX) and is_upload(wanted) and wanted not in mine:
-        uploads().get(wanted)  # says so where it is gone
-        mine = [*mine, wanted]
-        st.session_state[UPLOADED] = mine
-    folder = _folder(link, name, label, wanted if key not in st.session_state else "", bool(mine))
-    if folder == UPLOADED and mine:
-        options = mine
-    else:
-        options = _in_folder(folder)
-    if key not in st.session_state and wanted and wanted not in options:
-        st.warning("The image of this link is not here; another one is shown.")
-    image = link.choice(label, name, options, options[min(default, len(options) - 1)], format=_file_name)
+    lists = st.container()
+    # First, so that it is there whatever goes wrong with the list.
     _take_upload(link, name, label)
-    for note in shown.notes:
+    with lists:
+        image = _choose(link, name, label, default)
+    for note in gallery().notes:
         st.caption(plain(note))
     return Chosen(image, open_image(image))
+
+
+def _choose(link: Link, name: str, label: str, default: int) -> str:
+    wanted = link.wanted(name) or ""
+    key = link.key(name)
+    if is_upload(wanted):
+        if wanted in uploads():
+            _names().setdefault(wanted, uploads().get(wanted).name)
+        else:
+            # Unless another one was chosen since the link was written.
+            if st.session_state.get(key, wanted) == wanted:
+                link.forget(name)
+                st.warning(GONE)
+            wanted = ""
+    mine = _mine()
+    folder = _folder(link, name, label, wanted if key not in st.session_state else "", bool(mine))
+    options = mine if folder == UPLOADED else _in_folder(folder)
+    if key not in st.session_state and wanted and wanted not in options:
+        st.warning("The image of this link is not here; another one is shown.")
+    labels = _labels(options)
+    return link.choice(label, name, options, options[min(default, len(options) - 1)], format=labels.__getitem__)
 
 
 def choose_images(link: Link, name: str = "images") -> list[Source]:
@@ -110,16 +124,24 @@ def choose_images(link: Link, name: str = "images") -> list[Source]:
     Raises:
         DataError, BadImage: an image cannot be read, or none is chosen.
     """
-    folder = _folder(link, name, "Images", "", uploaded=False)
-    key = link.key(name)
-    if key not in st.session_state:
-        st.session_state[key] = _from_link(link.wanted(name)) or _in_folder(folder)[:FIRST_SHOWN]
-    chosen = [image for image in st.session_state[key] if not is_upload(image) or image in uploads()]
-    mine = [image for image in st.session_state.get(UPLOADED, []) if image in uploads()]
-    options = list(dict.fromkeys([*chosen, *mine, *_in_folder(folder)]))
-    st.session_state[key] = chosen
-    images = st.multiselect("Images", options, key=key, format_func=_file_name, max_selections=AT_MOST)
+    lists = st.container()
     _take_upload(link, name, "Images", several=True)
+    with lists:
+        folder = _folder(link, name, "Images", "", uploaded=False)
+        key = link.key(name)
+        first = _in_folder(folder)[:FIRST_SHOWN]
+        if key not in st.session_state:
+            st.session_state[key] = _from_link(link.wanted(name)) or first
+        chosen = [image for image in st.session_state[key] if not is_upload(image) or image in uploads()]
+        if len(chosen) < len(st.session_state[key]):
+            st.warning(GONE)
+            chosen = chosen or first
+        for image in filter(is_upload, chosen):
+            _names().setdefault(image, uploads().get(image).name)
+        options = list(dict.fromkeys([*chosen, *_mine(), *_in_folder(folder)]))
+        st.session_state[key] = chosen
+        labels = _labels(options)
+        images = st.multiselect("Images", options, key=key, format_func=labels.__getitem__, max_selections=AT_MOST)
     link.keep(name, json.dumps(images))
     if not images:
         raise DataError("no image is chosen", todo="choose one or more in the list")
@@ -127,18 +149,18 @@ def choose_images(link: Link, name: str = "images") -> list[Source]:
 
 
 def _from_link(text: str | None) -> list[str]:
-    """Ids in a link that are images here."""
+    """Ids in a link that are images here, and of uploads, which may be gone."""
     try:
         found = json.loads(text or "[]")
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
-    known = [image for image in found if isinstance(image, str) and _is_here(image)] if isinstance(found, list) else []
+    known = [image for image in found if isinstance(image, str) and _is_known(image)] if isinstance(found, list) else []
     return list(dict.fromkeys(known))[:AT_MOST]
 
 
-def _is_here(image: str) -> bool:
+def _is_known(image: str) -> bool:
     folder, _, file = image.rpartition("/")
-    return file in gallery().folders.get(folder, ()) or image in uploads()
+    return file in gallery().folders.get(folder, ()) or is_upload(image)
 
 
 def _in_folder(folder: str) -> list[str]:
@@ -148,7 +170,7 @@ def _in_folder(folder: str) -> list[str]:
 def _folder(link: Link, name: str, label: str, wanted: str, uploaded: bool) -> str:
     """The folder to choose from; not asked where there is one only. Not in the link: the image's id tells it."""
     folders = sorted(gallery().folders)
-    options = [*([UPLOADED] if uploaded and UPLOADED not in folders else []), *folders]
+    options = [*([UPLOADED] if uploaded else []), *folders]
     key = link.key(f"{name}.folder")
     if wanted:
         st.session_state[key] = UPLOADED if is_upload(wanted) else wanted.rpartition("/")[0]
@@ -156,13 +178,43 @@ def _folder(link: Link, name: str, label: str, wanted: str, uploaded: bool) -> s
         st.session_state[key] = folders[0]
     if len(options) == 1:
         return options[0]
-    return st.selectbox(f"{label}: folder", options, key=key, format_func=lambda folder: folder or "(top)")
+    shown = _distinct({option: {UPLOADED: "uploads", "": "(top)"}.get(option, option) for option in reversed(options)})
+    return st.selectbox(f"{label}: folder", options, key=key, format_func=shown.__getitem__)
 
 
-def _file_name(image: str) -> str:
-    if is_upload(image):
-        return uploads().get(image).name
-    return image.rpartition("/")[2]
+def _labels(options: Sequence[str]) -> dict[str, str]:
+    """What images are called in a list: by file, with the folder where two files are called alike."""
+    names = {image: _name(image) if is_upload(image) else image.rpartition("/")[2] for image in options}
+    often = Counter(names.values())
+    return _distinct({image: name if often[name] == 1 or is_upload(image) else image for image, name in names.items()})
+
+
+def _distinct(labels: dict[str, str]) -> dict[str, str]:
+    """``labels``, with a number at those that are there before: streamlit tells options by what it shows."""
+    found: dict[str, str] = {}
+    taken = set(labels.values())
+    used: set[str] = set()
+    for option, text in labels.items():
+        label, number = text, 2
+        while label in used or (label != text and label in taken):
+            label, number = f"{text} ({number})", number + 1
+        used.add(label)
+        found[option] = label
+    return found
+
+
+def _names() -> dict[str, str]:
+    """Upload -> what this session calls it; the same bytes may be called otherwise elsewhere."""
+    return st.session_state.setdefault("uploads", {})
+
+
+def _mine() -> list[str]:
+    """Uploads of this session that are still here."""
+    return [image for image in _names() if image in uploads()]
+
+
+def _name(image: str) -> str:
+    return _names().get(image) or uploads().get(image).name
 
 
 def _take_upload(link: Link, name: str, label: str, *, several: bool = False) -> None:
@@ -176,11 +228,10 @@ def _take_upload(link: Link, name: str, label: str, *, several: bool = False) ->
         st.session_state.pop(problem, None)
         try:
             image = uploads().add(file.getvalue(), file.name)
+            _names()[image] = uploads().get(image).name
         except UserError as error:
             st.session_state[problem] = error
             return
-        mine = [*st.session_state.get(UPLOADED, []), image]
-        st.session_state[UPLOADED] = list(dict.fromkeys(mine))
         if several:
             before = [other for other in st.session_state.get(link.key(name), []) if other != image]
             st.session_state[link.key(name)] = [*before[: AT_MOST - 1], image]

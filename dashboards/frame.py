@@ -15,6 +15,8 @@ from ibot_eval.errors import UserError
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")
 _LINKS = re.compile(r"(?i)(www|://|@)")
+_SYMBOLS = re.compile(r"(?<![^\s\ufeff])([<>~-])(->|-|=|>)(?![^\s\ufeff])")
+_ICONS = re.compile(r":(?=material_|streamlit:)")
 WORD_JOINER = "\u2060"
 
 
@@ -57,7 +59,10 @@ def mistake(error: UserError) -> None:
 def plain(text: str) -> str:
     """``text`` for places where streamlit reads Markdown, so that it is shown as it is.
 
-    File names may hold anything: every ASCII punctuation mark is escaped, links are not recognised, and line ends stay.
+    File names may hold anything: every ASCII punctuation mark is escaped, and line ends stay. What becomes a link, an
+    arrow (``->``), a dash (``--``), a symbol (``>=``) or an icon (``:material_home:``) gets a WORD JOINER inside it
+    even so, which takes no room: text that is copied from the page holds it.
     """
-    escaped = _PUNCTUATION.sub(r"\\\1", _LINKS.sub(rf"\1{WORD_JOINER}", text))
+    whole = _SYMBOLS.sub(rf"\1{WORD_JOINER}\2", _ICONS.sub(f":{WORD_JOINER}", text))
+    escaped = _PUNCTUATION.sub(r"\\\1", _LINKS.sub(rf"\1{WORD_JOINER}", whole))
     return re.sub(r"[ \t]*[\r\n]+[ \t]*", "  \n", escaped)

@@ -13,6 +13,11 @@ from ibot_eval.visual.pictures import Source, open_path, sample_sources
 NOT_HERE = "choose an image from the list"
 
 
+def holds(root: str, path: Path) -> bool:
+    """Whether ``path`` lies below ``root``, a path without links, once all its links are followed."""
+    return os.path.commonpath([root, os.path.realpath(path)]) == root
+
+
 class Gallery(Protocol):
     """Images by name."""
 
@@ -82,7 +87,7 @@ class Folder:
         return f"{stat.st_size}-{stat.st_mtime_ns}"
 
     def _holds(self, path: Path) -> bool:
-        return os.path.commonpath([self._real, os.path.realpath(path)]) == self._real
+        return holds(self._real, path)
 
 
 class Samples:

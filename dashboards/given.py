@@ -32,6 +32,11 @@ class Given:
     parent: int | None = None
     """Number of the process that started the app and without which it ends."""
 
+    @property
+    def folder(self) -> str | None:
+        """``data`` as --data takes it: ``demo`` there would be the digits, and ``hfds/x`` no folder."""
+        return self.data if self.data is None or os.path.isabs(self.data) else os.path.join(".", self.data)
+
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 

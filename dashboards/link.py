@@ -38,6 +38,11 @@ class Link:
         """Makes ``value`` part of the address and of this session."""
         self._values[name] = self._kept[name] = str(value)
 
+    def forget(self, name: str) -> None:
+        """Drops what the session holds for ``name``, so that the widget shows its default."""
+        self._kept.pop(name, None)
+        st.session_state.pop(self.key(name), None)
+
     def publish(self) -> None:
         """Writes the address. Called once, when the page is drawn."""
         if st.query_params.to_dict() != self._values:

@@ -1,4 +1,4 @@
-"""Uploaded pictures: checked, kept in memory for as long as the app runs, named by their content."""
+"""Uploaded pictures: checked, the last ones kept in memory for as long as the app runs, known by their content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 @dataclass(frozen=True)
 class Upload:
     name: str
-    """As the user's machine calls the file; text, never markup."""
+    """As the machine of whoever sent it last calls the file; text, never markup."""
     data: bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,7 +13,9 @@ pytest.importorskip("streamlit_image_coordinates")
 
 from streamlit.testing.v1 import AppTest
 
+from dashboards.choosing import uploads
 from dashboards.given import VARIABLE, Given
+from dashboards.uploads import KEPT
 from tests.app_pages import TINY, command, link_of, opened, own_caches, photos, png, run, text, upload
 from tests.conftest import REPOSITORY
 
@@ -71,9 +74,68 @@ def test_links_that_make_no_sense_show_the_defaults(link: dict[str, str], monkey
     assert not link_of(app).keys() & {"unknown"}
 
 
-def test_a_link_to_an_upload_that_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_to_an_upload_that_is_gone_says_so_and_shows_another(monkeypatch: pytest.MonkeyPatch) -> None:
     app = opened(monkeypatch, "attention", image="upload:0123456789abcdef0123456789abcdef")
-    assert "no longer here" in app.error[0].value
+    assert "no longer here" in app.warning[0].value
+    assert not app.error
+    assert command(app).endswith("china.jpg --block 2 --ckpt demo")
+    assert not run(app).warning
+
+
+def test_an_upload_that_others_pushed_out_does_not_lock_the_session_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = upload(opened(monkeypatch, "attention"), "attention.image.upload", png((8, 8)), "first.png")
+    several = upload(opened(monkeypatch, "components"), "components.images.upload", png((8, 8)), "first.png")
+    several.multiselect(key="components.images").set_value([link_of(app)["image"]])
+    assert "first.png" in command(run(several))
+    for side in range(KEPT):
+        uploads().add(png((side + 9, 9)), "other.png")
+    for session, key in ((app, "attention.image"), (several, "components.images")):
+        run(session)
+        assert "no longer here" in session.warning[0].value
+        assert not session.error
+        assert "china.jpg" in command(session)
+        assert session.file_uploader(key=f"{key}.upload")
+        assert not run(session).warning
+    app = upload(app, "attention.image.upload", png((8, 8)), "again.png")
+    assert "again.png" in command(app)
+    again = link_of(app)["image"]
+    app = upload(app, "attention.image.upload", png((7, 7)), "more.png")
+    more = link_of(app)["image"]
+    app.selectbox(key="attention.image").set_value(again)
+    assert "again.png" in command(run(app))
+    # Another picture that is chosen meanwhile is not taken back.
+    uploads().add(png((7, 7)), "more.png")
+    for side in range(KEPT - 1):
+        uploads().add(png((side + 9, 9)), "other.png")
+    app.selectbox(key="attention.image").set_value(more)
+    assert "more.png" in command(run(app))
+    assert not app.warning
+
+
+def test_a_session_calls_an_upload_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = upload(opened(monkeypatch, "attention"), "attention.image.upload", png((8, 8)), "first.png")
+    second = upload(opened(monkeypatch, "attention"), "attention.image.upload", png((8, 8)), "second.png")
+    assert "draw attention second.png" in command(second)
+    assert "draw attention first.png" in command(run(first))
+
+
+def test_a_folder_called_uploads_is_a_folder(monkeypatch: pytest.MonkeyPatch, photos: Path) -> None:
+    (photos / "dogs").rename(photos / "uploads")
+    given = Given(data=str(photos), device="cpu")
+    app = upload(opened(monkeypatch, "attention", given), "attention.image.upload", png((8, 8)), "mine.png")
+    assert "draw attention mine.png" in command(app)
+    folders = app.selectbox(key="attention.image.folder")
+    assert sorted(folders.options) == ["cats", "uploads", "uploads (2)"]
+    folders.set_value("uploads")
+    assert f"{photos}/uploads/c.png" in command(run(app))
+
+
+def test_images_that_are_called_alike_can_be_told_apart(monkeypatch: pytest.MonkeyPatch, photos: Path) -> None:
+    (photos / "dogs" / "c.png").rename(photos / "dogs" / "a.png")
+    chosen = json.dumps(["cats/a.png", "dogs/a.png"])
+    app = opened(monkeypatch, "components", Given(data=str(photos), device="cpu"), images=chosen)
+    options = app.multiselect(key="components.images").options
+    assert {"cats/a.png", "dogs/a.png", "<b>*x*.png"} == set(options)
 
 
 def test_two_checkpoints_of_different_patch_sizes_side_by_side(monkeypatch: pytest.MonkeyPatch, photos: Path) -> None:

@@ -94,6 +94,12 @@ def test_components_of_several_images(monkeypatch: pytest.MonkeyPatch, photos: P
     assert "no image is chosen" in app.error[0].value
 
 
+@pytest.mark.parametrize("images", ["[" * 3000, "[" * 100_000, "{", "7", "[1e999, null]", "9" * 5000])
+def test_images_of_a_link_that_make_no_sense_are_not_taken(images: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = opened(monkeypatch, "components", images=images)
+    assert json.loads(link_of(app)["images"]) == ["china.jpg", "flower.jpg"]
+
+
 @pytest.mark.parametrize(
     ("page", "given", "link"),
     [

@@ -177,6 +177,12 @@ def test_markdown_in_names_is_escaped() -> None:
     assert plain("a b.png") == r"a b\.png"
     assert plain("www.x") == f"www{WORD_JOINER}\\.x"
     assert WORD_JOINER in plain("https://x")
+    # The symbols and icons that streamlit's page makes of words of their own.
+    for symbol in ("<->", "->", "<-", "--", ">=", "<=", "~="):
+        shown = plain(f"a {symbol} b {symbol}").replace("\\", "")
+        assert shown == f"a {symbol[0]}{WORD_JOINER}{symbol[1:]} b {symbol[0]}{WORD_JOINER}{symbol[1:]}"
+    assert plain("a--b") == r"a\-\-b"
+    assert plain(":material_home:") == rf"\:{WORD_JOINER}material\_home\:"
     # Two spaces before a line's end break it; a line that begins with a mark is no list and no heading.
     assert plain("a\n- b\n# c") == "a  \n\\- b  \n\\# c"
 

@@ -111,6 +111,30 @@ def test_correspondence_of_views_pairs_and_classes(capsys: pytest.CaptureFixture
     assert "do not make pairs" in error
 
 
+def test_views_are_told_as_they_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    images.save(tmp_path / "x.png", images.picture(64, 64))
+    words = ["draw", "correspondence", "x.png", "--side", "32", "--dpi", "40"]
+    assert main([*words, "--mutual"]) == 0
+    assert re.search(r"% of \d+ mutual matches that both views show", capsys.readouterr().out)
+    assert main([*words, "--left-box", "0", "0", "0.4", "1", "--right-box", "0.6", "0", "1", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "x.png: the views do not overlap" in out
+    assert "nan" not in out
+
+
+@pytest.mark.parametrize("given", [["notes.txt"], ["--data", ".", "--ckpt", "demo"]])
+def test_what_is_no_image_is_to_be_replaced(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, given: list[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("no picture")
+    images.tree(tmp_path, {"val/a": 1})
+    (tmp_path / "val/a/0.png").write_text("no picture")
+    error = refused(capsys, "draw", "attention", *given)
+    assert "not an image" in error
+    assert "choose another picture" in error
+    assert "--bad-images" not in error
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -128,6 +152,7 @@ def test_correspondence_of_views_pairs_and_classes(capsys: pytest.CaptureFixture
         (["attention", "x.png", "--data", "x", "--ckpt", "demo"], "pictures are named, and --data as well"),
         (["correspondence", "x.png", "--left-box", "0.5", "0", "0.2", "1"], "not a part of the picture"),
         (["correspondence", "x.png", "--pairs", "class"], "give --data"),
+        (["correspondence", "x.png", "--ckpt", "random:resnet18", "--block", "1"], "choose the last block"),
         (["patterns", "x.png"], "not from single pictures"),
         (["patterns", "--patterns", "none.safetensors"], "there is no file"),
         (["patterns", "--patterns", "text.jpg"], "damaged"),

@@ -12,7 +12,7 @@ from ibot_eval.models import wrap
 from ibot_eval.visual.correspondence import Matches, Tokens, accuracy, match, similarity_map, strongest, tokens_of
 from ibot_eval.visual.correspondence_figures import correspondence_figure
 from ibot_eval.visual.pictures import Box, prepare, view
-from ibot_eval.visual.views import true_places, with_geometry
+from ibot_eval.visual.views import accuracy_in_words, true_places, with_geometry
 from tests import layouts, looking
 
 BACKBONE = looking.PixelBackbone(patch=8)
@@ -24,27 +24,49 @@ def random_tokens(h: int, w: int, seed: int, width: int = 5) -> Tokens:
     return Tokens(generator.normal(size=(h, w, width)).astype(np.float32), generator.random((h, w)).astype(np.float32))
 
 
-@pytest.mark.parametrize("similarity", ["dot", "cosine"])
 @pytest.mark.parametrize("mutual", [True, False])
-def test_a_picture_with_itself_is_the_identity(similarity: Any, mutual: bool) -> None:
-    picture = prepare(looking.noise(64, 96), BACKBONE, 64)
-    tokens = tokens_of(BACKBONE, picture)
-    found = match(tokens, tokens, similarity, mutual=mutual)
-    assert len(found) == 8 * 12
+def test_by_cosine_a_picture_with_itself_is_the_identity(mutual: bool) -> None:
+    backbone = wrap(layouts.vit()).eval()
+    picture = prepare(looking.noise(64, 96), backbone, 64)
+    tokens = tokens_of(backbone, picture)
+    h, w = picture.grid
+    assert tokens.attention is not None
+    assert tokens.attention.shape == tokens.tokens.shape[:2] == (h, w)
+    # Of any length: to the cosine it is no matter.
+    lengths = np.random.default_rng(0).uniform(0.2, 5, (h, w, 1)).astype(np.float32)
+    found = match(Tokens(tokens.tokens * lengths, None), tokens, "cosine", mutual=mutual)
+    assert len(found) == h * w
     assert np.array_equal(found.left, found.right)
     known = with_geometry(found, picture, picture)
     assert known.errors is not None
     np.testing.assert_allclose(known.errors, 0, atol=1e-9)
-    assert accuracy(known, 0) == (100.0, 96)
+    assert accuracy(known, 0) == (100.0, h * w)
 
 
-def test_a_vit_finds_its_own_patches() -> None:
-    backbone = wrap(layouts.vit()).eval()
-    tokens = tokens_of(backbone, prepare(looking.noise(40, 63), backbone, 32))
-    assert tokens.attention is not None
-    assert tokens.attention.shape == tokens.tokens.shape[:2]
-    found = match(tokens, tokens, "cosine")
-    assert np.array_equal(found.left, found.right)
+def test_by_dot_product_long_tokens_are_favoured() -> None:
+    tokens = Tokens(np.array([[[1, 0], [2, 1], [0, 1.5]]], np.float32), None)
+    # Rows of dot products: 1 2 0, 2 5 1.5, 0 1.5 2.25. The first patch is most like the second, longer one.
+    found = match(tokens, tokens, "dot")
+    assert found.right.tolist() == [[0, 1], [0, 1], [0, 2]]
+    assert found.scores.tolist() == [2, 5, 2.25]
+    assert match(tokens, tokens, "dot", mutual=True).left.tolist() == [[0, 1], [0, 2]]
+    assert similarity_map(tokens, tokens, (0, 1), "dot").tolist() == [[2, 5, 1.5]]
+    assert match(tokens, tokens, "cosine").right.tolist() == [[0, 0], [0, 1], [0, 2]]
+
+
+@pytest.mark.parametrize("make", [layouts.resnet, layouts.swin])
+def test_early_blocks_of_pyramids_are_refused(make: Any) -> None:
+    """Their tokens are no patches: places, lines and clicks would be wrong."""
+    backbone = wrap(make()).eval()
+    picture = prepare(looking.noise(70, 90), backbone, 64)
+    early, last = (tokens_of(backbone, picture, block) for block in (0, -1))
+    assert early.tokens.shape[:2] != picture.grid
+    assert len(match(last, last)) == picture.grid[0] * picture.grid[1]
+    for given in ((early, early), (early, last), (last, early)):
+        with pytest.raises(ConfigError, match="choose the last block"):
+            match(*given)
+        with pytest.raises(ConfigError, match="choose the last block"):
+            similarity_map(*given, (0, 0))
 
 
 VIEWS: list[tuple[Box, Box, bool]] = [
@@ -133,9 +155,29 @@ def test_accuracy_by_hand() -> None:
     assert accuracy(nothing)[1] == 0
 
 
+def test_accuracy_is_said_of_what_is_counted() -> None:
+    source = looking.noise(64, 64)
+    left, right, beside = (
+        view(source, BACKBONE, box, side=32) for box in ((0, 0, 0.5, 0.5), (0.25, 0, 0.75, 0.5), (0.5, 0.5, 1, 1))
+    )
+    # Patch (0, 2) lies at (0, 0) of the right view, (0, 3) at (0, 1); (0, 0) is not shown there.
+    found = Matches(np.array([[0, 2], [0, 3], [0, 0]]), np.array([[0, 0], [3, 3], [0, 0]]), np.ones(3), None)
+    known = with_geometry(found, left, right)
+    assert accuracy_in_words(known, left, right).startswith("50.0 % of 2 patches that both views show")
+    words = accuracy_in_words(known.take(np.array([0])), left, right, mutual=True)
+    assert words.startswith("100.0 % of 1 mutual matches that both views show")
+    none = accuracy_in_words(known.take(np.array([2])), left, right, mutual=True)
+    assert none == "no match of a patch that both views show is mutual"
+    assert "the views do not overlap" in accuracy_in_words(with_geometry(found, left, beside), left, beside)
+
+
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 def test_matches_and_mutual_ones_by_brute_force(similarity: Any) -> None:
     left, right = random_tokens(3, 4, 0), random_tokens(2, 5, 1)
+    # Of unequal lengths, so that the two similarities choose differently.
+    right.tokens[0] *= 3
+    other = match(left, right, "cosine" if similarity == "dot" else "dot")
+    assert (match(left, right, similarity).right != other.right).any()
 
     def like(a: np.ndarray, b: np.ndarray) -> float:
         return float(a @ b / (1 if similarity == "dot" else np.linalg.norm(a) * np.linalg.norm(b)))

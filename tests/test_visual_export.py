@@ -162,3 +162,10 @@ def test_pca_and_pattern_lines(tmp_path: Path) -> None:
 def test_an_upload_is_called_by_its_name() -> None:
     upload = source_of(Image.new("RGB", (4, 4)), "--out.png")
     assert parsed(command_lines.draw_attention(CHECKPOINT, [upload])).pictures == (Path("--out.png"),)
+
+
+def test_a_path_that_begins_with_a_dash_is_no_flag() -> None:
+    given = [source_of(Image.new("RGB", (4, 4)), "x.png", path=Path(path)) for path in ("-x.png", "--out/x.png", "/x")]
+    line = command_lines.draw_pca(CHECKPOINT, given)
+    assert "./-x.png ./--out/x.png /x " in line
+    assert parsed(line).pictures == tuple(source.path for source in given)

@@ -235,14 +235,19 @@ def test_top_patches_in_any_batches_and_processes(data: st.DataObject) -> None:
         assert parts[0].class_counts[p].tolist() == [((prototypes == p) & (labels == c)[:, None]).sum() for c in (0, 1)]
 
 
-def test_memory_does_not_grow_with_the_images() -> None:
+def test_memory_does_not_grow_with_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top_patches, "WAITING", 100)
     best = TopPatches(5, 3)
     size = sum(value.nbytes for value in best.arrays().values())
+    waited = []
     for start in range(0, 200, 10):
-        shape = (10, 6)
-        generator = np.random.default_rng(start)
-        index, values = generator.integers(0, 5, shape), generator.random(shape, np.float32)
+        index = np.random.default_rng(start).integers(0, 5, (10, 6))
+        # Better than all before them, so that every one is able to enter the tables.
+        values = np.full((10, 6), start, np.float32)
         best.add(np.arange(start, start + 10), index, values, values)
+        waited.append(sum(len(waiting[0]) for waiting in best._waiting))
+    assert 0 < max(waited) < 100
+    assert 0 in waited
     assert sum(value.nbytes for value in best.arrays().values()) == size
 
 

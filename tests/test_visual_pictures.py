@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 
 from ibot_eval.errors import BadImage, ConfigError, DataError
 from ibot_eval.visual import pictures
+from ibot_eval.visual.grids import whole_patches
 from ibot_eval.visual.pictures import image_files, open_path, open_upload, prepare, sample_sources, view
 from ibot_eval.visual.pictures import with_patch_marked as marked
 from tests import images, looking
@@ -55,10 +57,25 @@ def test_limit_of_patches_is_kept_and_told() -> None:
     picture = prepare(looking.noise(40, 20_000 // 8), BACKBONE, 320)
     assert picture.grid[0] * picture.grid[1] <= pictures.MAX_TOKENS
     assert any("reduced to" in note and "4,096 are the limit" in note for note in picture.notes)
-    # Proportions stay, within a patch.
-    assert abs(picture.grid[1] / picture.grid[0] - 62.5) < 8
+    assert picture.grid == (8, 500)
     small = prepare(looking.noise(64, 64), BACKBONE, 64, max_tokens=10)
     assert small.grid == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "limit"), [(100, 20_000, 4096), (20_000, 100, 4096), (427, 640, 97), (100, 250, 23), (1, 9, 9)]
+)
+def test_limit_of_patches_keeps_the_proportions(height: int, width: int, limit: int) -> None:
+    rows, columns = whole_patches(height, width, 10_000, 14, limit)[0]
+    assert rows * columns <= limit
+    shorter, longer = sorted((rows, columns))
+    assert (rows < columns) == (height < width)
+    assert abs(longer - shorter * max(height, width) / min(height, width)) < 1
+
+
+def test_the_longer_side_follows_from_the_shorter() -> None:
+    # 100 pixels are 6.25 patches of 16: from 6 of them follow 24.4 columns, from 6.25 it would be 25.4.
+    assert whole_patches(150, 610, 100, 16, 4096)[0] == (6, 24)
 
 
 def test_a_line_of_pixels_is_refused() -> None:
@@ -88,6 +105,19 @@ def test_first_frame_of_an_animation(tmp_path: Path) -> None:
         assert source.image.getpixel((3, 3)) == (255, 0, 0)
         assert any("first of 2 frames" in note for note in source.notes)
         assert prepare(source, BACKBONE, 16).notes == source.notes
+
+
+def test_pages_of_a_tiff_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL takes seconds to count tens of thousands of them, which fit into an upload."""
+    counted = []
+    monkeypatch.setattr(TiffImageFile, "n_frames", property(lambda _: counted.append(1) or 3))
+    pages = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue", "green")]
+    pages[0].save(tmp_path / "a.tiff", save_all=True, append_images=pages[1:])
+    counted.clear()
+    assert open_path(tmp_path / "a.tiff").notes == ("a file of several pages: the first is shown",)
+    pages[0].save(tmp_path / "one.tiff")
+    assert open_path(tmp_path / "one.tiff").notes == ()
+    assert not counted
 
 
 def test_uploads_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:

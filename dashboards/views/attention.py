@@ -194,7 +194,7 @@ def _without_attention(
     def figure() -> Any:
         return activation_figure(picture, found, block)
 
-    st.image(picture_of(figure, "activation", network.sha256, picture.sha256, block))
+    st.image(picture_of(figure, "activation", network.sha256, picture.sha256, picture.name, block))
     st.caption(f"The picture, and how strongly each position of block {block} responds.")
     for note in picture.notes:
         st.caption(plain(note))

@@ -48,13 +48,13 @@ def draw(link: Link) -> None:
     bar.empty()
     key = (network.sha256, *(picture.sha256 for picture in pictures), block, foreground)
     found = _components(tokens, foreground, repr(key))
-    st.image(picture_of(lambda: components_figure(pictures, found), "components", *key))
+    names = [picture.name for picture in pictures]
+    st.image(picture_of(lambda: components_figure(pictures, found), "components", *key, *names))
     explained = ", ".join(f"{share:.0f} %" for share in found.explained)
     st.caption(f"Share of the variance in red, green and blue: {explained}.")
     for note in dict.fromkeys((*found.notes, *(note for picture in pictures for note in picture.notes))):
         st.caption(plain(note))
     line = command_lines.draw_pca(network.settings, sources, side=side, block=block, foreground=foreground)
-    names = [picture.name for picture in pictures]
     downloads(
         file_name("components", *(name.rpartition(".")[0] for name in names[:2])),
         lambda: components_figure(pictures, found),

@@ -19,11 +19,11 @@ from dashboards.views.attention import SIDES
 from ibot_eval.errors import ConfigError
 from ibot_eval.visual import command_lines
 from ibot_eval.visual.attention_figures import heat
-from ibot_eval.visual.correspondence import Matches, accuracy, match, similarity_map, strongest
+from ibot_eval.visual.correspondence import Matches, match, similarity_map, strongest
 from ibot_eval.visual.correspondence_figures import correspondence_figure
 from ibot_eval.visual.export import provenance
 from ibot_eval.visual.pictures import WHOLE, Box, Picture, view
-from ibot_eval.visual.views import with_geometry
+from ibot_eval.visual.views import accuracy_in_words, with_geometry
 
 VIEWS, TWO = "two views of one image", "two images"
 SIMILARITIES = {"dot": "dot product (published)", "cosine": "cosine"}
@@ -124,16 +124,15 @@ def _best(pair: Pair, patch: tuple[int, int], similar: np.ndarray) -> None:
 def _strongest(link: Link, network: Network, pair: Pair, best: Matches, matches: Matches) -> None:
     by = "to which [CLS] attends most" if matches.attention is not None else "with the highest scores"
     st.subheader(plain(f"The {len(best)} patches {by}"), anchor=False)
-    if not len(best):
-        st.info("There is no patch that both views show, or none whose match is mutual.")
     if pair.views:
-        percent, of = accuracy(matches)
-        known = f"{percent:.1f} %" if of else "-"
-        st.caption(
-            f"Matches within one patch of the true place: {known} of {of} patches that both views show. "
-            "Wrong ones are dashed."
-        )
-    key = (network.sha256, pair.left.sha256, pair.right.sha256, pair.block, pair.similarity, pair.mutual, pair.top)
+        told = accuracy_in_words(matches, pair.left, pair.right, mutual=pair.mutual)
+        if len(best):
+            st.caption(f"{told}. Wrong ones are dashed.")
+        else:
+            st.info(f"{told[0].upper()}{told[1:]}.")
+    names = [pair.left.name, pair.right.name]
+    pictures = (pair.left.sha256, pair.right.sha256, *names)
+    key = (network.sha256, *pictures, pair.block, pair.similarity, pair.mutual, pair.top)
     st.image(picture_of(lambda: correspondence_figure([(pair.left, pair.right, best)]), "matches", *key))
     for note in dict.fromkeys((*pair.left.notes, *pair.right.notes)):
         st.caption(plain(note))
@@ -146,7 +145,6 @@ def _strongest(link: Link, network: Network, pair: Pair, best: Matches, matches:
     }
     boxes = {"left_box": pair.left_box, "right_box": pair.right_box, "flip": pair.flip} if pair.views else {}
     line = command_lines.draw_correspondence(network.settings, pair.left.source, pair.right.source, **settings, **boxes)
-    names = [pair.left.name, pair.right.name]
     downloads(
         file_name("correspondence", *(name.rpartition(".")[0] for name in dict.fromkeys(names))),
         lambda: correspondence_figure([(pair.left, pair.right, best)]),

@@ -22,7 +22,7 @@ from ibot_eval.visual import command_lines
 from ibot_eval.visual.export import provenance
 from ibot_eval.visual.pattern_bank import PatternBank
 from ibot_eval.visual.pattern_layouts import MIN_BRIGHTNESS, BankImages, layout_figure, layout_image, shown_items
-from ibot_eval.visual.pictures import prepare
+from ibot_eval.visual.pictures import Source
 
 PER_PAGE, ACROSS = 6, 3
 SHOWN = 36
@@ -58,11 +58,15 @@ def draw(link: Link) -> None:
         pages = max(1, -(-len(ranked) // PER_PAGE))
         page = link.number("Page", "page", 1, pages, 1)
         source = choose_image(link).source
-        side = link.choice("Shorter side (pixels)", "side", SIDES, 224)
+        by_patch = about["level"] == "patch"
+        side = link.choice("Shorter side (pixels)", "side", SIDES, 224) if by_patch else 0
     brightness = 0.0 if dark else MIN_BRIGHTNESS
     _which(link, bank, images, source, side, brightness)
     shown = [int(prototype) for prototype in ranked[(page - 1) * PER_PAGE : page * PER_PAGE]]
     st.subheader(f"Prototypes by {ORDERS[order].partition(',')[0]}, page {page} of {pages}", anchor=False)
+    if not shown:
+        st.info("No prototype has items of 10 images, so none can be called pure. Choose the order by size.")
+        return
     _layouts(bank, images, shown, brightness)
     _take(link, bank, images, shown, brightness)
 
@@ -83,19 +87,19 @@ def _explain() -> None:
                     "some by k-means of its patch tokens, and says so."
                 )
             )
-        line = command_lines.make_patterns(network.settings, DataSettings(data=given.data or "FOLDER"))
+        line = command_lines.make_patterns(network.settings, DataSettings(data=given.folder or "FOLDER"))
         st.code(line, language="bash", wrap_lines=True)
     st.code("ibot-eval app --ckpt FILE --patterns BANK", language="bash")
 
 
-def _which(link: Link, bank: PatternBank, images: BankImages, source: Any, side: int, brightness: float) -> None:
+def _which(link: Link, bank: PatternBank, images: BankImages, source: Source, side: int, brightness: float) -> None:
     """A picture to click, and the prototype of the patch."""
     st.subheader("Which prototype is this?", anchor=False)
     network = banks.network_of(bank)
     if isinstance(network, str):
         st.info(plain(f"Start the app with the checkpoint that made these patterns to look pictures up.\n{network}"))
         return
-    picture = prepare(source, network.backbone, side)
+    picture = banks.seen(bank, network, source, side)
     found = banks.assigned(bank, network, picture)
     whole = found.prototypes.shape == (1, 1)
     place = query_place(link)
@@ -167,4 +171,5 @@ def _line(network: Network, bank: PatternBank, shown: Sequence[int], brightness:
     settings: dict[str, Any] = {} if brightness == MIN_BRIGHTNESS else {"min_brightness": brightness}
     if bank.path is None:  # the demonstration: the command makes it as well
         settings["patterns"] = None
+    settings["data"] = Given.from_environment().folder
     return command_lines.draw_patterns(network.settings, bank, shown, **settings)

@@ -68,7 +68,8 @@ class Draw:
     """correspondence: given (pictures one after the other), views (two parts of each picture), class (two images of a
     class of --data). Default: given, and views for a single picture or none."""
     similarity: Literal["dot", "cosine"] = "dot"
-    """correspondence: how patches are compared."""
+    """correspondence: how patches are compared. dot (published) favours patches of large norm, so that even a picture
+    with itself need not match patch by patch; with cosine it does."""
     mutual: bool = False
     """correspondence: only pairs of which each is the other's best."""
     top: int = 12
@@ -189,16 +190,13 @@ class Draw:
             else:
                 maps = attention_maps(backbone, picture, self.block, self.query)
                 figure = attention_figure(picture, maps, heads=heads, mass=self.mass, smooth=self.smooth)
-            yield Drawn(
-                f"{'activation' if self.style == 'activation' else 'attention'}-{_stem(picture)}",
-                figure,
-                (picture.name,),
-            )
+            kind = "activation" if self.style == "activation" else "attention"
+            yield Drawn(f"{kind}-{Path(picture.name).stem}", figure, (picture.name,))
 
     def _correspondence(self, loaded: LoadedCheckpoint) -> Iterator[Drawn]:
-        from ibot_eval.visual.correspondence import accuracy, match, strongest, tokens_of
+        from ibot_eval.visual.correspondence import match, strongest, tokens_of
         from ibot_eval.visual.correspondence_figures import correspondence_figure
-        from ibot_eval.visual.views import with_geometry
+        from ibot_eval.visual.views import accuracy_in_words, with_geometry
 
         drawn = []
         for left, right in self._pairs(loaded):
@@ -210,10 +208,7 @@ class Draw:
             )
             if left.source.sha256 == right.source.sha256:
                 found = with_geometry(found, left, right)
-                percent, among = accuracy(found)
-                print(
-                    f"{left.name}: {percent:.1f} % of {among} patches in both views lie within 1 patch of their place"
-                )
+                print(f"{left.name}: {accuracy_in_words(found, left, right, mutual=self.mutual)}")
             if self.query is not None:
                 left.check_patch(self.query)
                 found = found.take((found.left == self.query).all(axis=1))
@@ -298,7 +293,3 @@ class Draw:
 
 def _names(pictures: list[Picture]) -> tuple[str, ...]:
     return tuple(picture.name for picture in pictures)
-
-
-def _stem(picture: Picture) -> str:
-    return Path(picture.name).stem

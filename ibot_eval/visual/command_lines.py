@@ -131,11 +131,9 @@ def _view_flags(side: int, block: int) -> dict[str, Any]:
 
 
 def _named(sources: Iterable[Source]) -> list[str]:
-    # A name that begins with a dash would be read as a flag.
-    return [
-        str(source.path) if source.path is not None else source.name if source.name[:1] != "-" else f"./{source.name}"
-        for source in sources
-    ]
+    names = [source.name if source.path is None else str(source.path) for source in sources]
+    # One that begins with a dash would be read as a flag.
+    return [f"./{name}" if name.startswith("-") else name for name in names]
 
 
 def _line(command: str, positional: Sequence[str], flags: dict[str, Any]) -> str:

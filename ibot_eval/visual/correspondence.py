@@ -29,6 +29,8 @@ class Tokens:
     """(h, w, D) float32."""
     attention: np.ndarray | None
     """(h, w) float32, what [CLS] of the last block gives each patch, the mean over heads; None where there is none."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of patches of the picture; None where they are those of ``tokens``."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Matches:
 def tokens_of(backbone: Backbone, picture: Picture, block: int = -1) -> Tokens:
     """Patch tokens of a block after the family's norm, and the attention that ranks them.
 
+    Early blocks of pyramids (CNNs, Swin) have more tokens than the picture has patches.
+
     Raises:
         ConfigError: a block that does not exist, or a network without patch tokens.
         DataError: tokens that are not finite.
@@ -78,24 +82,22 @@ def tokens_of(backbone: Backbone, picture: Picture, block: int = -1) -> Tokens:
             f"the patch tokens of {picture.name} are NaN or infinite",
             todo="check the checkpoint's weights: ibot-eval inspect",
         )
-    return Tokens(patches, attention)
+    return Tokens(patches, attention, picture.grid)
 
 
 def match(left: Tokens, right: Tokens, similarity: Similarity = "dot", *, mutual: bool = False) -> Matches:
     """The best patch of the right picture for each patch of the left one; of equally good ones the first.
 
     Args:
-        similarity: the published dot product, or the cosine.
+        similarity: the published dot product, or the cosine. The dot product favours patches of large norm: with it a
+            picture is not even matched with itself patch by patch.
         mutual: keep only pairs of which each is the other's best.
 
     Raises:
-        ConfigError: tokens of different widths, as of two checkpoints.
+        ConfigError: tokens of different widths, as of two checkpoints; or not one token for each patch, as in the early
+            blocks of a pyramid.
     """
-    a, b = _flat(left, similarity), _flat(right, similarity)
-    if a.shape[1] != b.shape[1]:
-        raise ConfigError(
-            f"tokens of {a.shape[1]} and {b.shape[1]} numbers cannot be compared", todo="use one checkpoint for both"
-        )
+    a, b = _comparable(left, right, similarity)
     scores = a @ b.T
     nearest = scores.argmax(axis=1)
     rows = np.arange(len(a))
@@ -112,18 +114,13 @@ def similarity_map(left: Tokens, right: Tokens, patch: tuple[int, int], similari
     """(h, w) float32: how like each patch of the right picture is to one of the left.
 
     Raises:
-        ConfigError: no such patch, or tokens of different widths.
+        ConfigError: no such patch, or tokens that :func:`match` refuses.
     """
+    a, b = _comparable(left, right, similarity)
     h, w = left.tokens.shape[:2]
     if not (0 <= patch[0] < h and 0 <= patch[1] < w):
         raise ConfigError(f"there is no patch {patch[0]} {patch[1]} in {h} rows and {w} columns")
-    one = Tokens(left.tokens[patch[0] : patch[0] + 1, patch[1] : patch[1] + 1], None)
-    a, b = _flat(one, similarity), _flat(right, similarity)
-    if a.shape[1] != b.shape[1]:
-        raise ConfigError(
-            f"tokens of {a.shape[1]} and {b.shape[1]} numbers cannot be compared", todo="use one checkpoint for both"
-        )
-    return (a @ b.T).reshape(right.tokens.shape[:2])
+    return (b @ a[patch[0] * w + patch[1]]).reshape(right.tokens.shape[:2])
 
 
 def strongest(matches: Matches, n: int = TOP) -> Matches:
@@ -162,6 +159,24 @@ def accuracy(matches: Matches, radius: float = 1.0) -> tuple[float, int]:
 def with_errors(matches: Matches, errors: np.ndarray) -> Matches:
     """``matches`` with the distances (M,) from their true places."""
     return replace(matches, errors=errors)
+
+
+def _comparable(left: Tokens, right: Tokens, similarity: Similarity) -> tuple[np.ndarray, np.ndarray]:
+    """Both as rows whose products are the similarity, once they are known to be of patches and of one network."""
+    for tokens in (left, right):
+        (h, w), patches = tokens.tokens.shape[:2], tokens.grid
+        if patches is not None and (h, w) != patches:
+            raise ConfigError(
+                f"this block has {h} x {w} tokens and the picture {patches[0]} x {patches[1]} patches, so its patches "
+                "cannot be matched",
+                todo="choose the last block: before it, pyramids (CNNs, Swin) may have a finer grid",
+            )
+    a, b = _flat(left, similarity), _flat(right, similarity)
+    if a.shape[1] != b.shape[1]:
+        raise ConfigError(
+            f"tokens of {a.shape[1]} and {b.shape[1]} numbers cannot be compared", todo="use one checkpoint for both"
+        )
+    return a, b
 
 
 def _flat(tokens: Tokens, similarity: Similarity) -> np.ndarray:

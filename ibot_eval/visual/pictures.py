@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -22,6 +22,7 @@ from ibot_eval.data.images import IMAGE_EXTENSIONS, load_rgb
 from ibot_eval.data.splits import natural_key
 from ibot_eval.data.transforms import normalised
 from ibot_eval.errors import BadImage, ConfigError, DataError
+from ibot_eval.visual.grids import whole_patches
 
 MAX_TOKENS = 4096
 """Patches of one picture. Attention over all of them takes heads x tokens² x 4 bytes: 400 MB at six heads."""
@@ -117,7 +118,9 @@ def open_path(path: Path, label: str | None = None) -> Source:
     """
     if path.is_dir():
         raise DataError(f"{path} is a folder, not an image", todo="name image files")
-    return source_of(load_rgb(path, str(path)), path.name, path=path, label=label, notes=_animation(path))
+    return source_of(
+        decoded(lambda: load_rgb(path, str(path))), path.name, path=path, label=label, notes=_animation(path)
+    )
 
 
 def open_upload(data: bytes, name: str) -> Source:
@@ -136,14 +139,12 @@ def open_upload(data: bytes, name: str) -> Source:
             f"{name} has {len(data) / 1e6:.1f} MB; uploads have at most {UPLOAD_BYTES / 1e6:.0f} MB",
             todo="reduce it first",
         )
-    declared = _declared_size(data)
-    if declared is not None and declared[0] * declared[1] > UPLOAD_PIXELS:
+    if (size := _declared_size(data)) is not None and size[0] * size[1] > UPLOAD_PIXELS:
         raise BadImage(
-            f"{name} has {declared[0]:,} x {declared[1]:,} pixels; uploads have at most {UPLOAD_PIXELS / 1e6:.0f} "
-            "million",
+            f"{name} has {size[0]:,} x {size[1]:,} pixels; uploads have at most {UPLOAD_PIXELS / 1e6:.0f} million",
             todo="reduce it first",
         )
-    return source_of(load_rgb(io.BytesIO(data), name), name, notes=_animation(io.BytesIO(data)))
+    return source_of(decoded(lambda: load_rgb(io.BytesIO(data), name)), name, notes=_animation(io.BytesIO(data)))
 
 
 def source_of(
@@ -193,12 +194,12 @@ def image_files(paths: Sequence[Path], count: int | None = None) -> list[Path]:
 def prepare(source: Source, backbone: Backbone, side: int = 224, *, max_tokens: int = MAX_TOKENS) -> Picture:
     """The whole source, its shorter side about ``side`` pixels, both sides multiples of the patch.
 
-    Resized by PIL's bicubic filter with antialiasing. Nothing is cut off: each side is rounded to whole patches, so
-    that proportions change by half a patch at most.
+    Resized by PIL's bicubic filter with antialiasing. Nothing is cut off: the longer side follows from the shorter one,
+    less than a patch from the source's proportions.
 
     Args:
         side: pixels; rounded to a multiple of the patch.
-        max_tokens: larger grids are reduced until they have at most so many patches, which a note tells.
+        max_tokens: larger grids are reduced to at most so many patches, which a note tells.
 
     Raises:
         ConfigError: a side or limit below 1, or a picture so narrow that no grid of at least one row fits the limit.
@@ -235,9 +236,9 @@ def view(
     x0, y0 = min(int(left * width), width - 1), min(int(top * height), height - 1)
     x1, y1 = max(round(right * width), x0 + 1), max(round(bottom * height), y0 + 1)
     part = source.image if (x0, y0, x1, y1) == (0, 0, width, height) else source.image.crop((x0, y0, x1, y1))
-    grid, notes = _grid(part.height, part.width, side, backbone.patch_size, max_tokens)
     patch = backbone.patch_size
-    size = [grid[0] * patch, grid[1] * patch]
+    grid, notes = whole_patches(part.height, part.width, side, patch, max_tokens)
+    size = [count * patch for count in grid]
     shown: Any = part  # torchvision's annotations know tensors only
     if [part.height, part.width] != size:
         shown = F.resize(shown, size, InterpolationMode.BICUBIC, antialias=True)
@@ -245,29 +246,6 @@ def view(
         shown = shown.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     whole_pixels = (x0 / width, y0 / height, x1 / width, y1 / height)
     return Picture(source, shown, patch, whole_pixels, flip, (*source.notes, *notes))
-
-
-def _grid(height: int, width: int, side: int, patch: int, max_tokens: int) -> tuple[tuple[int, int], list[str]]:
-    scale = side / min(height, width)
-    rows, columns = (max(1, round(length * scale / patch)) for length in (height, width))
-    notes = []
-    if scale >= 2:
-        notes.append(f"enlarged: the picture has only {width} x {height} pixels")
-    if rows * columns > max_tokens:
-        asked = rows * columns
-        shrink = math.sqrt(max_tokens / asked)
-        rows, columns = max(1, int(rows * shrink)), max(1, int(columns * shrink))
-        if rows * columns > max_tokens:
-            raise ConfigError(
-                f"a picture of {width:,} x {height:,} pixels cannot be cut into at most {max_tokens:,} patches: even "
-                f"one row of them would have {max(rows, columns):,}",
-                todo="use a part of the picture",
-            )
-        notes.append(
-            f"reduced to {columns * patch:,} x {rows * patch:,} pixels: a shorter side of {side} would be {asked:,} "
-            f"patches, and {max_tokens:,} are the limit"
-        )
-    return (rows, columns), notes
 
 
 def with_patch_marked(picture: Picture, patch: tuple[int, int] | None, scale_to: int = 448) -> Image.Image:
@@ -286,10 +264,16 @@ def with_patch_marked(picture: Picture, patch: tuple[int, int] | None, scale_to:
     return shown
 
 
+def decoded(load: Callable[[], Image.Image]) -> Image.Image:
+    """What ``load`` gives; its BadImage asks for another picture, as those that are drawn by name are not left out."""
+    try:
+        return load()
+    except BadImage as error:
+        raise BadImage(error.what, where=error.where, todo="replace the file, or choose another picture") from error
+
+
 def _declared_size(data: bytes) -> tuple[int, int] | None:
     """What the header says, before anything is decoded; None where PIL knows no such header."""
-    import warnings
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -302,7 +286,11 @@ def _declared_size(data: bytes) -> tuple[int, int] | None:
 def _animation(file: Path | io.BytesIO) -> tuple[str, ...]:
     try:
         with Image.open(file) as image:
-            frames = getattr(image, "n_frames", 1)
+            if not getattr(image, "is_animated", False):
+                return ()
+            # To count the pages of a TIFF takes PIL a time that grows with their square.
+            if image.format not in {"GIF", "PNG", "WEBP"}:
+                return ("a file of several pages: the first is shown",)
+            return (f"an animation: the first of {getattr(image, 'n_frames', 1)} frames is shown",)
     except Exception:  # noqa: BLE001 - the first frame was decoded; damage behind it is no matter
         return ()
-    return (f"an animation: the first of {frames} frames is shown",) if frames > 1 else ()

@@ -11,7 +11,7 @@ from ibot_eval.data.opening import open_data
 from ibot_eval.data.splits import ImageSplit
 from ibot_eval.errors import DataError
 from ibot_eval.settings import DataSettings
-from ibot_eval.visual.pictures import Source, source_of
+from ibot_eval.visual.pictures import Source, decoded, source_of
 
 
 def spread_sources(settings: DataSettings, count: int, of_class: int = 1) -> list[Source]:
@@ -45,7 +45,7 @@ def source_at(split: ImageSplit, i: int, class_names: tuple[str, ...] = ()) -> S
     """
     label = int(split.labels[i])
     return source_of(
-        split.load(i),
+        decoded(lambda: split.load(i)),
         PurePosixPath(split.image_ids[i]).name,
         path=split.path(i) if isinstance(split, FolderSplit) else None,
         label=class_names[label] if 0 <= label < len(class_names) else None,

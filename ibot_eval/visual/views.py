@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ibot_eval.errors import ConfigError
-from ibot_eval.visual.correspondence import Matches, with_errors
+from ibot_eval.visual.correspondence import Matches, accuracy, with_errors
 from ibot_eval.visual.pictures import Picture
 
 
@@ -43,6 +43,26 @@ def with_geometry(matches: Matches, left: Picture, right: Picture) -> Matches:
         ConfigError: the views are of two different pictures.
     """
     return with_errors(matches, np.linalg.norm(matches.right - true_places(left, right, matches.left), axis=1))
+
+
+def accuracy_in_words(matches: Matches, left: Picture, right: Picture, *, mutual: bool = False) -> str:
+    """A clause that says how many matches of two views are right, or why that cannot be said.
+
+    Args:
+        matches: with the distances of :func:`with_geometry`.
+        mutual: whether ``matches`` are only those that are mutual.
+
+    Raises:
+        ConfigError: the geometry is not known.
+    """
+    percent, among = accuracy(matches)
+    if among:
+        what = "mutual matches" if mutual else "patches"
+        return f"{percent:.1f} % of {among} {what} that both views show lie within 1 patch of their true place"
+    every = np.argwhere(np.ones(left.grid, bool))
+    if np.isnan(true_places(left, right, every)).all():
+        return "the views do not overlap: there is no patch that both views show"
+    return "no match of a patch that both views show is mutual"
 
 
 def _to_source(picture: Picture, patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
