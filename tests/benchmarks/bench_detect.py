@@ -4,8 +4,9 @@
         [--steps 20] [--threads 2] [--device cpu] [--precision fp32] [--width 64 --regions 64]
 
 Ours is the product's own loop (protocols.openmmlab.training). Whenever it asks for its next batch, its last step is
-timed, and then one of mmengine's own loop with its usual hooks, on the same batch, with the same model and optimiser
-and as many learning rates. What is not compared is data loading. ``--width 256 --regions 512`` are the published heads.
+timed, and then one of mmengine's own loop with its usual hooks, on the same batch, with the same weights, draws and
+optimiser, since what a detector has to do depends on what it finds. What is not compared is data loading. ``--width 256
+--regions 512`` are the published heads.
 """
 
 from __future__ import annotations
@@ -66,10 +67,14 @@ class Turns:
 
     ours: list[float]
     theirs: list[float]
+    loop: Any = None
+    """The product's."""
 
     def batches(self, data: Any, first: int, last: int) -> Iterator[tuple[Any, int]]:
         """In place of ``TrainingData.batches``."""
         from mmengine.dataset import pseudo_collate
+
+        from protocols.openmmlab import loop
 
         given: float | None = None
         batch = pseudo_collate([data.dataset[index] for index in range(data.batch_size)])
@@ -79,6 +84,8 @@ class Turns:
                 self.ours.append(asked - given)
             # Each changes what it is given.
             own, other = copy.deepcopy(batch), copy.deepcopy(batch)
+            self.runner.model.load_state_dict(self.loop.runner.model.state_dict())
+            loop._draw_from(self.device, loop._ITERATION, data.seed, self.loop.iter, 0)
             begin = self._now()
             self.runner.train_loop.run_iter(other)
             self.theirs.append(self._now() - begin)
@@ -93,7 +100,7 @@ class Turns:
 
 def compare(options: argparse.Namespace, folder: Path) -> float:
     """Percent by which our step is slower."""
-    from protocols.openmmlab import backbone, dense_run, detection, training
+    from protocols.openmmlab import backbone, dense_run, detection, loop, training
     from protocols.openmmlab.configuration import finish
     from protocols.openmmlab.seeded_data import TrainingData
 
@@ -124,7 +131,14 @@ def compare(options: argparse.Namespace, folder: Path) -> float:
     backbone.hand_over(dense_run.checkpoint_of(session), loaded)
     cfg = finish(detection.configuration(config, session, train, test, truth=test.annotation_file, masks=True))
     turns = Turns(cfg, folder / "plain", session.device)
-    with mock.patch.object(TrainingData, "batches", lambda data, first, last: turns.batches(data, first, last)):
+    run = loop.TrainLoop.run
+
+    def noticed(self: Any) -> Any:
+        turns.loop = self
+        return run(self)
+
+    batches = mock.patch.object(TrainingData, "batches", lambda data, first, last: turns.batches(data, first, last))
+    with batches, mock.patch.object(loop.TrainLoop, "run", noticed):
         training.train(cfg, session, identity={}, save_minutes=10**6, train_only=True)
     ours, theirs = turns.ours[WARM_UP:], turns.theirs[WARM_UP:-1]
     for name, values in (("ours", ours), ("mmengine", theirs)):
